@@ -22,6 +22,7 @@ DIFFERENCES = {
     "constant": ("ProgramMismatchError", "constant", ["float32[5]"]),
     "flag": ("ProgramMismatchError", "several_different.py", ["sum", "max"]),
     "text": ("ProgramMismatchError", "several_different.py", ["sum", "max"]),
+    "lowering": ("ProgramMismatchError", "step", ["MIRROR_LOWERING=xla"]),
 }
 
 

@@ -59,6 +59,7 @@ def step_of(scale=1.0, reversed_order=False):
 
 
 def same():
+    os.environ.pop("MIRROR_LOWERING", None)
     return step_of(), (*model_of(), rows(4))
 
 
@@ -105,6 +106,12 @@ def flag():
 
 def text():
     return lambda x, how: getattr(x, how)(), (rows(4), "max" if other else "sum")
+
+
+def lowering():
+    if other:
+        os.environ["MIRROR_LOWERING"] = "xla"
+    return step_of(), (*model_of(), rows(4))
 
 
 def shuffle():

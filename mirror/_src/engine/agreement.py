@@ -19,6 +19,7 @@ from mirror._src.cluster.start import agreement_secs
 from mirror._src.engine.call import Call
 from mirror._src.engine.executor import Executor, ReplicaProgram
 from mirror._src.jaxprs.text import HEAD, Line, checksum, lines_of
+from mirror._src.passes.lower import table
 
 _SHOWN = 3
 _WIDTH = 160
@@ -126,6 +127,7 @@ def _settings(program: ReplicaProgram, executor: Executor) -> list[Line]:
         Line(f"step {program.name}"),
         Line(f"{len(replicas)} replicas, {replicas.replicas_per_device} per device"),
         Line(f"executor {executor.name}, pack_bytes={executor.pack_bytes}"),
+        Line(f"{table.VARIABLE}={table.setting()}"),
         Line(f"donated inputs {list(program.donated)}"),
         Line(f"outputs {[kind.is_own for kind in program.outputs]}"),
     ]

@@ -27,6 +27,7 @@ from mirror._src.jaxprs.trace import trace_inside
 from mirror._src.passes.callbacks import CallbackGuard
 from mirror._src.passes.collective_rules import CollectiveRules, Reduction
 from mirror._src.passes.evaluate import Rules
+from mirror._src.passes.lower.table import lowered, rules_for
 from mirror._src.passes.vmap_sums import evaluate
 
 Mapping = Literal["jit", "pmap", "shard_map", "vmap"]
@@ -75,9 +76,9 @@ def rules_inside(
         over_gloo=uses_gloo(replicas),
         reduction=reduction,
     ).rules
-    if guard is None or mapping == "vmap":  # `jax.vmap` rewrites callbacks: see `map_replicas`
+    if mapping == "vmap":  # which rewrites callbacks and slow operations: see `map_replicas`
         return rules
-    return {**rules, **guard.rules(axis)}
+    return {**rules_for(replicas), **rules, **(guard.rules(axis) if guard is not None else {})}
 
 
 def map_replicas(
@@ -117,7 +118,9 @@ def map_replicas(
         case "vmap":
             count = replicas.replicas_per_device
             on_all = jax.vmap(replica, in_axes, axis_name=_VMAP_AXIS, axis_size=count)
-            on_device = _on_replicas_of_device(on_all, outputs, guard, pack_bytes)
+            on_device = _on_replicas_of_device(
+                on_all, outputs, guard, pack_bytes, rules_for(replicas)
+            )
             if len(replicas.distinct) == 1:
                 return on_device
     mapped: ReplicaFunction = jax.shard_map(
@@ -153,6 +156,7 @@ def _on_replicas_of_device(
     outputs: Sequence[Kind],
     guard: CallbackGuard | None,
     pack_bytes: int,
+    rules: Rules,
 ) -> ReplicaFunction:
     """Returns a function of the rows of a device's replicas, of which `on_all` stacks all outputs.
 
@@ -161,9 +165,12 @@ def _on_replicas_of_device(
     removes the unused slices.
     """
 
+    def with_sums(*leaves: Any) -> Sequence[Any]:
+        return evaluate(trace_inside(on_all, leaves), leaves, guard, pack_bytes)
+
     def on_device(*leaves: Any) -> Outputs:
         try:
-            results = evaluate(trace_inside(on_all, leaves), leaves, guard, pack_bytes)
+            results = lowered(with_sums, rules)(*leaves)
         except (NotImplementedError, AssertionError, NameError, ValueError) as error:
             raise NotImplementedError(
                 "This step cannot run with several replicas per device, which relies on "

@@ -106,6 +106,7 @@ class Lowering(Evaluation):
         with contextlib.ExitStack() as stack:
             for call in operation.around:
                 stack.enter_context(at_line_of(call))
+                stack.enter_context(_scope_of(call))
             return _KINDS[operation.kind](self, operation, operands)
 
     def constant(self, value: Any) -> Any:
@@ -153,7 +154,14 @@ class Lowering(Evaluation):
         if needs_barrier(eqn):
             # As in JAX's own lowering: otherwise XLA merges the recomputation with the original.
             arguments = jax.lax.optimization_barrier(arguments)
-        return self.call(program, arguments)
+        with _scope_of(eqn):
+            return self.call(program, arguments)
+
+
+def _scope_of(call: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+    """Returns the name scope of an inlined call: profiles show the names of jitted functions."""
+    name = call.params.get("name") if call.primitive.name == "jit" else None
+    return jax.named_scope(f"jit({name})") if name else contextlib.nullcontext()
 
 
 def _without_mesh(params: dict[str, Any]) -> dict[str, Any]:

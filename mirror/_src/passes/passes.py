@@ -1,4 +1,8 @@
-"""The order of the passes. A new pass is a module of this room, and a line here."""
+"""The order of the passes. A new pass is a module of this room, and a line here.
+
+After them, tables of rules replace single operations while the program is evaluated: the tables of
+the mapping and of callbacks, and `lower`, for the operations that a platform executes slowly.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -10,6 +10,7 @@ from mirror._src.engine.compiled import MeshProgram
 from mirror._src.engine.executor import ReplicaProgram
 from mirror._src.engine.staged.lane import Lane
 from mirror._src.jaxprs.trace import struct_of
+from mirror._src.passes.lower.table import lowered, rules_for
 from mirror._src.passes.program import Constant, Value
 from mirror._src.passes.staging.ir import StagedJaxpr
 
@@ -54,7 +55,7 @@ def compile_stage(
     donated_values = {staged.inputs[i] for i in donated} if is_last else set[Value]()
     return lane.executor.compile_function(
         program.name if len(staged.stages) == 1 else f"{program.name}_stage_{number + 1}",
-        run,
+        lowered(run, rules_for(lane.replicas)),
         Kind.of(not value.is_mirrored for value in stage.inputs),
         Kind.of(not is_mirrored for _, is_mirrored in pairs),
         [i for i, value in enumerate(stage.inputs) if value in donated_values],

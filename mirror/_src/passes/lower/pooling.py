@@ -1,0 +1,170 @@
+"""Max pooling on CPUs: slices and element-wise operations.
+
+XLA:CPU scatters the gradient of max pooling one element at a time, which takes 2.5 to 45 times as
+long, and does not vectorize the reduction of a window: 1.6 to 4 times (JAX 0.10.2 and 0.12.0.1,
+float32). The results are equal to the last bit, also with ties, NaN, infinities and negative zeros;
+only the sign of a NaN may differ. The derivative in one direction (`jax.jvp`) takes the first
+extreme, as the gradient does; for some shapes, XLA walks windows in another order.
+
+Delete this module when `tests/passes/test_lower_speed.py` says so.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from mirror._src.passes.evaluate import Rule, Rules
+
+_MOST_POSITIONS = 27  # of a window: each becomes a few operations. 7x7 is slower than XLA's.
+_SELECTS = {"ge": (lax.ge, -math.inf), "le": (lax.le, math.inf)}
+
+
+def _pool(combine: Callable[..., Any], identity: float) -> Callable[[JaxprEqn], Rule | None]:
+    """Returns the rule for a `reduce_window_*`: combines the elements of all windows in turn."""
+
+    def rule(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+        total, *others = _windows(eqn, arguments[0], identity)
+        for part in others:
+            total = combine(total, part)
+        return [total]
+
+    return lambda eqn: rule if _is_unrolled(eqn) else None
+
+
+def _gathers(eqn: JaxprEqn) -> Rule | None:
+    """Returns the rule for `select_and_gather_add`, which `jax.jvp` makes of max pooling."""
+    return _gather if _is_unrolled(eqn) else None
+
+
+def _gather(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+    """Selects the tangent of each window's first extreme.
+
+    As in XLA, the search begins with the identity, whose tangent is zero, and skips the padding,
+    which would replace a NaN.
+    """
+    keeps, identity = _SELECTS[eqn.params["select_prim"].name]
+    tangents, x = _windows(eqn, arguments[0], 0), _windows(eqn, arguments[1], identity)
+    outside = _windows(eqn, jnp.zeros(arguments[1].shape, bool), True)
+    best, result = jnp.full_like(x[0], identity), jnp.zeros_like(tangents[0])
+    for part, tangent, skips in zip(x, tangents, outside, strict=True):
+        keep = keeps(best, part) | skips
+        best, result = lax.select(keep, best, part), lax.select(keep, result, tangent)
+    return [result]
+
+
+def _scatters(eqn: JaxprEqn) -> Rule | None:
+    """Returns the rule for `select_and_scatter_add`, the gradient of max pooling."""
+    return _scatter if _is_unrolled(eqn) else None
+
+
+def _scatter(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+    """Adds each value to the first extreme of its window.
+
+    Positions with the same residue modulo the strides are computed together, then interleaved.
+    """
+    keeps, identity = _SELECTS[eqn.params["select_prim"].name]
+    values, x = arguments
+    dims, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
+    padding = eqn.params["padding"]
+    shape = [n + low + high for n, (low, high) in zip(x.shape, padding, strict=True)]
+    reach = [-(-w // s) for w, s in zip(dims, strides, strict=True)]  # windows over a position
+    blocks = [-(-n // s) for n, s in zip(shape, strides, strict=True)]
+    ends = [(r - 1, b - n, 0) for r, b, n in zip(reach, blocks, values.shape, strict=True)]
+    chosen = _chosen(_windows(eqn, x, identity), keeps, ends)
+    values = _padded(values, 0, ends)
+    zeros = jnp.zeros(blocks, values.dtype)
+
+    def at(residue: tuple[int, ...]) -> Any:
+        total = zeros
+        for back in itertools.product(*(range(r)[::-1] for r in reach)):  # in XLA's order
+            place = [r + s * j for r, s, j in zip(residue, strides, back, strict=True)]
+            if any(p >= w for p, w in zip(place, dims, strict=True)):
+                continue
+            start = [r - 1 - j for r, j in zip(reach, back, strict=True)]
+            stop = [a + b for a, b in zip(start, blocks, strict=True)]
+            hit = lax.slice(chosen[int(np.ravel_multi_index(place, dims))], start, stop)
+            term = lax.select(hit, lax.slice(values, start, stop), zeros)
+            total = term if total is zeros else total + term
+        return total
+
+    parts = jnp.stack([at(residue) for residue in np.ndindex(*strides)])
+    rank = len(strides)
+    parts = lax.reshape(parts, (*strides, *blocks))
+    order = [axis for i in range(rank) for axis in (rank + i, i)]
+    sizes = [b * s for b, s in zip(blocks, strides, strict=True)]
+    whole = lax.reshape(lax.transpose(parts, order), sizes)
+    start = [low for low, _ in padding]
+    return [lax.slice(whole, start, [a + n for a, n in zip(start, x.shape, strict=True)])]
+
+
+def _chosen(
+    parts: Sequence[Any], keeps: Callable[..., Any], ends: Sequence[tuple[int, int, int]]
+) -> list[Any]:
+    """Returns for each position of a window whether it is selected, padded by False.
+
+    As in XLA, positions are compared in order, and a NaN is replaced by the next element.
+    """
+    best, *others = parts
+    kept = []
+    for part in others:
+        kept.append(keeps(best, part))
+        best = lax.select(kept[-1], best, part)
+    if any(low for low, _, _ in ends):
+        # Windows overlap. XLA would compute masks again for each window over a position.
+        index = jnp.zeros(best.shape, jnp.int32)
+        for i, keep in enumerate(kept, 1):
+            index = lax.select(keep, index, jnp.full_like(index, i))
+        index = _padded(index, -1, ends)
+        return [index == i for i in range(len(parts))]
+    masks = []
+    is_free = jnp.ones(best.shape, bool)
+    for keep in reversed(kept):
+        masks.append(~keep & is_free)
+        is_free = keep & is_free
+    return [_padded(mask, False, ends) for mask in (is_free, *reversed(masks))]
+
+
+def _is_unrolled(eqn: JaxprEqn) -> bool:
+    """Whether the windows are small, of numbers, and not empty."""
+    avals: list[Any] = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
+    positions = math.prod(eqn.params["window_dimensions"])
+    are_numbers = all(aval.dtype == jnp.float32 and aval.size for aval in avals)
+    return are_numbers and 1 < positions <= _MOST_POSITIONS
+
+
+def _padded(x: Any, value: float, ends: Sequence[tuple[int, int, int]]) -> Any:
+    return lax.pad(x, np.asarray(value, x.dtype), ends) if any(map(any, ends)) else x
+
+
+def _windows(eqn: JaxprEqn, x: Any, fill: float) -> list[Any]:
+    """Returns, for each position of a window in row-major order, the elements of all windows."""
+    params = eqn.params
+    dims, strides = params["window_dimensions"], params["window_strides"]
+    ones = (1,) * x.ndim
+    spread, steps = params.get("base_dilation", ones), params.get("window_dilation", ones)
+    ends = zip(params["padding"], spread, strict=True)
+    x = _padded(x, fill, [(low, high, d - 1) for (low, high), d in ends])
+    sizes = [
+        (n - (w - 1) * d - 1) // s + 1
+        for n, w, s, d in zip(x.shape, dims, strides, steps, strict=True)
+    ]
+    parts = []
+    for place in np.ndindex(*dims):
+        start = [i * d for i, d in zip(place, steps, strict=True)]
+        stop = [a + s * (n - 1) + 1 for a, s, n in zip(start, strides, sizes, strict=True)]
+        parts.append(lax.slice(x, start, stop, strides))
+    return parts
+
+
+RULES: Rules = {
+    "reduce_window_max": _pool(lax.max, -math.inf),
+    "reduce_window_min": _pool(lax.min, math.inf),
+    "select_and_gather_add": _gathers,
+    "select_and_scatter_add": _scatters,
+}

@@ -1,0 +1,46 @@
+"""The table of the pass `lower`: platform -> primitive -> rule.
+
+A rule returns `None` for an operation that XLA executes fast, or whose shapes or dtype it was not
+measured for. `MIRROR_LOWERING=xla` switches the table off; it is read when a step is compiled.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mirror._src.base.errors import expected
+from mirror._src.devices import backend
+from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.jaxprs.trace import trace_inside
+from mirror._src.passes.evaluate import Lowering, Rules
+from mirror._src.passes.lower import arg_extremes, convolutions, pooling
+
+VARIABLE = "MIRROR_LOWERING"
+_BY_PLATFORM: dict[str, Rules] = {
+    "CPU": {**pooling.RULES, **convolutions.RULES, **arg_extremes.RULES}
+}
+
+
+def setting() -> str:
+    """Returns the value of the environment variable; empty by default.
+
+    Raises:
+        ValueError: If it is neither empty nor `xla`.
+    """
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "xla"):
+        raise ValueError(expected(VARIABLE, value, "'xla' or unset", f"unset {VARIABLE}."))
+    return value
+
+
+def rules_for(replicas: ReplicaDevices) -> Rules:
+    """Returns the rules for programs on these devices, which are of one type."""
+    table = _BY_PLATFORM.get(backend.type_of(replicas.devices[0]), {})
+    return {} if setting() == "xla" else table
+
+
+def lowered(fn: Callable[..., Sequence[Any]], rules: Rules) -> Callable[..., Sequence[Any]]:
+    """Returns a function whose operations are replaced by rules, after it is traced."""
+    if not rules:
+        return fn
+    return lambda *leaves: Lowering({}, rules).call(trace_inside(fn, leaves), leaves)
