@@ -142,6 +142,11 @@ def launch_guard() -> ModuleType:
     return launch
 
 
+def compiled_programs() -> ModuleType:
+    """The module that launches programs: users cannot make a launch fail."""
+    return compiled
+
+
 def messages() -> ModuleType:
     """The module for messages between processes: users send none."""
     return store

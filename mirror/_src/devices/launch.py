@@ -27,7 +27,7 @@ import jax
 from mirror._src.base.types import Array
 from mirror._src.devices import eager_work as eager
 from mirror._src.devices import launches
-from mirror._src.devices.launches import Described, Launch
+from mirror._src.devices.launches import Described
 
 MOST_IN_FLIGHT = 2
 _FIRST_SLEEP_SECS, _LONGEST_SLEEP_SECS = 5e-5, 0.02
@@ -68,50 +68,29 @@ def launch(
     Raises:
         StalledError: If an earlier launch has stalled and a watch raises errors.
     """
-    if launches.log is None:
-        _launch(program, arguments, outputs, bounded, None)
-        return
-    launches.log.require_no_stall()
-    record = launches.log.begin(described, compiles=compiles)
+    record = None
+    if launches.log is not None:
+        launches.log.require_no_stall()
+        record = launches.log.begin(described, compiles=compiles)
     try:
-        _launch(program, arguments, outputs, bounded, record)
-    finally:
-        record.was_dispatched(outputs)
-
-
-def _launch(
-    program: Callable[..., Any],
-    arguments: Sequence[Any],
-    outputs: list[Any],
-    bounded: bool,
-    record: Launch | None,
-) -> None:
-    if not bounded:
+        if bounded:
+            eager.bound_eager_work()
+            eager.forget_finished()
         with _lock:  # every accelerator must see the launches in the same order
-            _call(program, arguments, outputs, record)
-        return
-    eager.bound_eager_work()
-    eager.forget_finished()
-    with _lock:
-        while len(_in_flight) >= MOST_IN_FLIGHT:
-            _await_oldest()
-        try:
-            _call(program, arguments, outputs, record)
-        finally:
-            if outputs:
-                _in_flight.append(outputs[-1])
-
-
-def _call(
-    program: Callable[..., Any],
-    arguments: Sequence[Any],
-    outputs: list[Any],
-    record: Launch | None,
-) -> None:
-    if record is not None:
-        record.starts()
-    with eager.Uncounted():
-        outputs.extend(itertools.chain.from_iterable(itertools.starmap(program, (arguments,))))
+            while bounded and len(_in_flight) >= MOST_IN_FLIGHT:
+                _await_oldest()
+            if record is not None:
+                record.starts()
+            try:
+                with eager.Uncounted():
+                    results = itertools.starmap(program, (arguments,))
+                    outputs.extend(itertools.chain.from_iterable(results))
+            finally:
+                if bounded and outputs:
+                    _in_flight.append(outputs[-1])
+    finally:
+        if record is not None:
+            record.was_dispatched(outputs)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -199,7 +199,9 @@ class ArgumentPlacer:
         donated, record = program.donated, call.record
         if not donated and record is None:
             return leaves
-        assigned = record.assigned_to(program.changed) if record is not None else frozenset()
+        assigned: Set[int] = frozenset()
+        if record is not None and record.assigned:
+            assigned = record.assigned_to(program.changed)
         leaves = list(leaves) if prepared.new or assigned else leaves
         for i in call.layout.mirrored if assigned else ():
             if not assigned.isdisjoint(buffers_of(leaves[i])):

@@ -20,7 +20,7 @@ from mirror._src.base.naming import argument_names, keys, leaf_names, name_of, p
 from mirror._src.base.other_names import advice
 from mirror._src.base.types import ARRAY_LIKE, PyTree
 from mirror._src.devices.unstacked import UnstackedArrays
-from mirror._src.engine.nnx.structure import is_object
+from mirror._src.engine.nnx.structure import OBJECTS, is_object
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 from mirror._src.engine.variable import Variable
 
@@ -113,14 +113,14 @@ class Layout:
 
     def dynamic_leaves(self, leaves: list[Any]) -> list[Any]:
         """Returns the leaves that are arrays or numbers."""
-        return leaves if self.all_dynamic else [leaves[i] for i in self.dynamic]
+        return leaves if self.all_dynamic else list(map(leaves.__getitem__, self.dynamic))
 
     def static_key(self, leaves: list[Any]) -> tuple[Any, ...]:
         """Returns the static leaves as part of a key."""
-        statics = self.statics(leaves)
-        if self._has_numbers:  # as text, because 0.0 == -0.0 and NaN != NaN
-            statics = tuple([repr(s) if is_number(type(s)) else s for s in statics])
-        return statics
+        if not self._has_numbers:
+            return tuple(map(leaves.__getitem__, self.static))
+        # As text, because 0.0 == -0.0 and NaN != NaN.
+        return tuple([repr(s) if is_number(type(s)) else s for s in self.statics(leaves)])
 
     def statics(self, leaves: list[Any]) -> tuple[Any, ...]:
         """Returns the static leaves."""
@@ -186,16 +186,15 @@ def equinox_positions(treedef: Any) -> set[int]:
     return positions
 
 
-_is_object_type: dict[type, bool] = {}
+class _AreObjects(dict[type, bool]):
+    """For each type that was seen, whether its values are nnx objects."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = issubclass(kind, OBJECTS)
+        return self[kind]
 
 
-def _is_object(value: object) -> bool:
-    """Whether the value is an nnx object; cached by type."""
-    kind = type(value)
-    known = _is_object_type.get(kind)
-    if known is None:
-        known = _is_object_type[kind] = is_object(value)
-    return known
+_are_objects = _AreObjects()
 
 
 class Arguments(NamedTuple):
@@ -215,11 +214,11 @@ def hoist(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
     objects: list[Any] = []
     rest, named = list(args), kwargs
     for i, value in enumerate(args):
-        if _is_object_type.get(type(value), True) and _is_object(value):
+        if _are_objects[type(value)]:
             rest[i] = _placeholder(len(objects))
             objects.append(value)
     for name, value in kwargs.items():
-        if _is_object_type.get(type(value), True) and _is_object(value):
+        if _are_objects[type(value)]:
             named = {**named, name: _placeholder(len(objects))}
             objects.append(value)
     return Arguments(objects, (tuple(rest), named))
@@ -234,17 +233,18 @@ def _placeholder(number: int) -> ObjectPlaceholder:
 def hoist_from_builtins(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
     """Separates the nnx objects in dicts, lists and tuples: as fast, without `jax.tree.map`."""
     objects: list[Any] = []
-    return Arguments(objects, _without_objects((tuple(args), kwargs), objects))
+    rest = _without_objects(tuple(args), objects)
+    return Arguments(objects, (rest, _without_objects(kwargs, objects) if kwargs else kwargs))
 
 
 def _without_objects(tree: Any, objects: list[Any]) -> Any:
     """Moves the objects in nested dicts, lists and tuples to a list, in the order of pytrees."""
     changed: dict[Any, Any] = {}
-    for key in _keys_of(tree):
+    for key in range(len(tree)) if type(tree) is not dict else _sorted_keys(tree):
         value = tree[key]
         if type(value) in (dict, list, tuple):
             taken = _without_objects(value, objects)
-        elif _is_object_type.get(type(value), True) and _is_object(value):
+        elif _are_objects[type(value)]:
             taken = _placeholder(len(objects))
             objects.append(value)
         else:
@@ -255,13 +255,13 @@ def _without_objects(tree: Any, objects: list[Any]) -> Any:
         return tree
     if type(tree) is dict:
         return {**tree, **changed}
-    return type(tree)([changed.get(i, value) for i, value in enumerate(tree)])
+    return type(tree)(map(changed.get, range(len(tree)), tree))
 
 
-def _keys_of(tree: Any) -> Sequence[Any]:
-    """Returns the keys of a dict, list or tuple, in the order of pytrees."""
-    if type(tree) is not dict:
-        return range(len(tree))
+def _sorted_keys(tree: dict[Any, Any]) -> Sequence[Any]:
+    """Returns the keys of a dict, in the order of pytrees."""
+    if len(tree) < 2:
+        return list(tree)
     try:
         return sorted(tree)
     except TypeError:  # of different types: JAX raises its error when it flattens the arguments

@@ -1,7 +1,7 @@
 """Isolates steps from the meshes and mapped axes of JAX, and rejects steps with their own."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -27,50 +27,39 @@ _OF_MAPPINGS = (  # of errors of jax.pmap and jax.shard_map
 _config: Any = jax.config
 
 
-class outside_traces:
+def outside_traces(fn: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
     """Context manager that unsets the mesh and the default device, and pauses placement logging.
 
     `jax.jit` includes them in its cache key, so a program would be compiled again inside a scope.
-    A class, because `contextlib.contextmanager` would double the time it takes.
+    They are unset only if they are set, because that takes as long as all other checks of a call.
 
     Raises:
-        RuntimeError: On entering inside `jax.jit`, `grad` or `vmap`.
+        RuntimeError: Inside `jax.jit`, `grad` or `vmap`; here, or on entering.
     """
+    is_set = _config.jax_default_device is not None or is_log_installed()
+    if is_set or not jax.sharding.get_abstract_mesh().empty:
+        return _unset(fn)
+    try:
+        return jax.set_mesh(None)  # raises in a trace
+    except ValueError:
+        raise RuntimeError(inside_jit_message(name_of(fn))) from None
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self._fn = fn
-        self._stack: contextlib.ExitStack | None = None
-        self._before: jax.sharding.Mesh | None = None
 
-    def __enter__(self) -> None:
-        if _config.jax_default_device is not None or is_log_installed():
-            self._stack = contextlib.ExitStack()
-            self._stack.enter_context(jax.default_device(None))
-            self._stack.enter_context(unlogged())
+@contextlib.contextmanager
+def _unset(fn: Callable[..., Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.default_device(None))
+        stack.enter_context(unlogged())
+        before = jax.sharding.get_mesh() if not jax.sharding.get_abstract_mesh().empty else None
         try:
-            if not jax.sharding.get_abstract_mesh().empty:
-                self._before = jax.sharding.get_mesh()
             # Sets the mesh already, before `__enter__`: an interrupt may arrive in between.
-            self._context = jax.set_mesh(None)
-            self._context.__enter__()
+            stack.enter_context(jax.set_mesh(None))
         except ValueError:
-            self._close()
-            raise RuntimeError(inside_jit_message(name_of(self._fn))) from None
+            raise RuntimeError(inside_jit_message(name_of(fn))) from None
         except BaseException:
-            jax.set_mesh(self._before)
-            self._close()
+            jax.set_mesh(before)
             raise
-
-    def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
-        try:
-            self._context.__exit__(kind, *details)
-        finally:
-            if self._stack is not None:
-                self._stack.close()
-
-    def _close(self) -> None:
-        if self._stack is not None:
-            self._stack.close()
+        yield
 
 
 def unbound_axis_message(fn: Callable[..., Any], error: NameError, axis_name: str) -> str | None:

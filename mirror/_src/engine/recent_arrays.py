@@ -71,6 +71,8 @@ class RecentArrays:
     def exclude(self, leaves: Sequence[Any], positions: Sequence[int]) -> Sequence[int]:
         """Returns the positions whose leaves are not recent results."""
         arrays = list(map(leaves.__getitem__, positions))
+        if True not in map(isinstance, arrays, itertools.repeat(jax.Array)):
+            return positions  # numbers and arrays of NumPy
         addresses = set(map(address, arrays))
         for run in self._runs:
             if not positions:

@@ -54,36 +54,32 @@ class Record:
         self._nodes += [d for _, d in nnx.iter_graph(tuple(objects)) if isinstance(d, dict)]
         self._seen = self._attributes()
 
-    def is_unchanged(self) -> bool:
-        """Whether every attribute of every node is still the same object."""
-        now = self._attributes()
-        return len(now) == len(self._seen) and all(map(operator.is_, now, self._seen))
-
     def _attributes(self) -> list[Any]:
         """Returns the names and values of all attributes; runs in C, for hundreds of nodes."""
         names = itertools.chain.from_iterable(self._nodes)
         return [*names, *itertools.chain.from_iterable(map(dict.values, self._nodes))]
 
     def read(self) -> list[Any] | None:
-        """Returns the leaves, or `None` if the structure of a variable's value has changed.
+        """Returns the leaves, or `None` if an attribute or the structure of a value has changed.
 
         If they are the leaves that the last step wrote, returns the list `last` itself.
         """
+        now = self._attributes()
+        if len(now) != len(self._seen) or not all(map(operator.is_, now, self._seen)):
+            return None
         if self._all_variables:
             values = list(map(read_value, self._variables))
         else:
             values = [read_holder(holder, slot.path[-1]) for holder, slot in self._holders]
         for i in self._own:
             values[i] = held_by(values[i]) if is_per_replica(values[i]) else values[i]
-        if self._plain and self._are_last(values):
-            return self.last
+        last = self.last
+        if self._plain and last is not None and all(map(operator.is_, values, last)):
+            return last
         leaves, treedef = jax.tree.flatten(values)
         if treedef != self.structure.treedef:
             return None
-        return self.last if self._are_last(leaves) else leaves
-
-    def _are_last(self, leaves: list[Any]) -> bool:
-        return self.last is not None and all(map(operator.is_, leaves, self.last))
+        return last if last is not None and all(map(operator.is_, leaves, last)) else leaves
 
     def unwritten(self, leaves: Sequence[Any]) -> list[int]:
         """Returns the positions of the leaves that differ from what the last step wrote."""
@@ -98,8 +94,6 @@ class Record:
 
     def assigned_to(self, positions: Iterable[int]) -> Set[int]:
         """Returns the addresses of the leaves at some positions that the user has assigned."""
-        if not self.assigned:
-            return frozenset()
         return frozenset[int]().union(*(self.assigned[i] for i in positions if i in self.assigned))
 
     def is_ready(self, leaves: list[Any]) -> bool:

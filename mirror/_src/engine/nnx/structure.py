@@ -15,10 +15,12 @@ from mirror._src.engine.nnx.paths import Path, follow
 from mirror._src.engine.on_read import is_on_read
 from mirror._src.engine.per_replica import held_by, is_per_replica
 
+OBJECTS = (nnx.Pytree, nnx.Variable)
+
 
 def is_object(value: object) -> bool:
     """Whether the value is an nnx object that `run` passes by reference."""
-    return isinstance(value, nnx.Pytree | nnx.Variable)
+    return isinstance(value, OBJECTS)
 
 
 class VariableSlot(NamedTuple):

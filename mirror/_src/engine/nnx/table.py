@@ -58,14 +58,10 @@ class ObjectTable:
             RuntimeError: If a leaf is a tracer.
         """
         references, record = self._records.get(tuple(map(id, objects)), _NO_RECORD)
-        if (
-            record is None
-            or not all(map(operator.is_, map(operator.call, references), objects))
-            or not record.is_unchanged()
-        ):
-            record = self._create(objects)
-        leaves = record.read()
-        if leaves is None:  # the structure of a variable's value has changed
+        leaves = None
+        if record is not None and all(map(operator.is_, map(operator.call, references), objects)):
+            leaves = record.read()
+        if record is None or leaves is None:
             record = self._create(objects)
             leaves = record.read() or []
         if not record.is_ready(leaves):
