@@ -95,6 +95,22 @@ def num_python_events(call: Any) -> int:
     return events
 
 
+def num_own_calls(call: Any) -> int:
+    """Returns the number of calls of mirror's functions."""
+    calls = 0
+
+    def count(frame: Any, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_globals.get("__name__", "").startswith("mirror.")
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
 # The work on the host does not grow with the number of leaves.
 
 
@@ -149,6 +165,7 @@ def test_repeated_call_does_not_visit_each_leaf_in_python(name, form, monkeypatc
 
         for _ in range(5):
             call()
+        assert min(num_own_calls(call) for _ in range(3)) <= 40
         return min(num_python_events(call) for _ in range(5))
 
     few, many = events_for(2), events_for(20)
