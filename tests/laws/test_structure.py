@@ -80,7 +80,7 @@ BUDGETS = {
     "engine": Size(5115, 54, 67),
     "inspection": Size(1820, 15, 20),
     "data": Size(1450, 13, 28),
-    "keras": Size(550, 7, 7),
+    "keras": Size(500, 7, 7),
     "strategy": Size(850, 7, 7),
     "training": Size(4755, 29, 57),
     "ps": Size(4220, 32, 97),

@@ -313,7 +313,7 @@ class Runner:
             step.depth += 1
             objects, tree = HOISTS[step.depth](args, kwargs)
             leaves, layout = self._flatten(fn, tree, step)
-        captured = step.captured(fn) if Variable.in_use else ()
+        captured = step.captured(fn) if step.variables else ()
         objects = [*objects, *captured] if captured else objects
         record, state = None, list[Any]()
         if objects:

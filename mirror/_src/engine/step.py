@@ -30,6 +30,7 @@ class Step:
         layouts: The layout of the arguments, by their structure and types.
         depth: Index in `HOISTS` of the function that finds the nnx objects among the arguments.
         warned: Kinds of the warnings that were issued.
+        variables: The variables that a trace has found to be used without being arguments.
     """
 
     def __init__(self, fn: StepFunction) -> None:
@@ -39,7 +40,7 @@ class Step:
         self.depth = 0
         self.warned: set[str] = set()
         self.code = None if is_our_module(getattr(fn, "__module__", None)) else code_of(fn)
-        self._captured: Sequence[Variable] = ()
+        self.variables: Sequence[Variable] = ()
         self._referenced: list[int] = []
         # An entry exists while a thread makes a program or waits for it.
         self._making: WeakValueDictionary[Any, threading.RLock] = WeakValueDictionary()
@@ -51,17 +52,17 @@ class Step:
             return self._making.setdefault(key, threading.RLock())
 
     def captured(self, fn: StepFunction) -> Sequence[Variable]:
-        """Returns the variables that a trace has found to be used without being arguments."""
+        """Returns `variables`; none if a name in the step now refers to another variable."""
         with self._lock:
-            if self._captured and self._referenced != referenced_ids(fn):
-                self._captured = ()  # a name in the step now refers to another variable
-            return self._captured
+            if self.variables and self._referenced != referenced_ids(fn):
+                self.variables = ()
+            return self.variables
 
     def capture(self, fn: StepFunction, variables: Sequence[Variable]) -> None:
         """Adds variables that a trace has found."""
         with self._lock:
-            merged = {id(variable): variable for variable in (*self._captured, *variables)}
-            self._captured, self._referenced = tuple(merged.values()), referenced_ids(fn)
+            merged = {id(variable): variable for variable in (*self.variables, *variables)}
+            self.variables, self._referenced = tuple(merged.values()), referenced_ids(fn)
 
 
 class _Lone:

@@ -110,8 +110,7 @@ class BatchPlacer:
         """
         n = len(self._replicas.on_mesh)
         size = next((leaf.shape[0] for leaf in leaves if leaf.ndim), 0)
-        if size % n == 0:
-            self._has_split = True
+        self._has_split |= size % n == 0
         if self._has_split or self._has_warned:
             return
         last = self._last() if self._last is not None else None

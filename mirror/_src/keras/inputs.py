@@ -12,14 +12,7 @@ from mirror._src.data.source import DistributedDatasetBase
 from mirror._src.engine.per_replica import brief, is_per_replica
 from mirror._src.keras.step_function import keras_loop
 
-METHODS = (
-    "fit",
-    "evaluate",
-    "predict",
-    "train_on_batch",
-    "test_on_batch",
-    "predict_on_batch",
-)
+METHODS = ["fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"]
 _MOST = 64  # a longer list is data, not a structure of inputs
 
 

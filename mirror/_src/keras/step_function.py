@@ -18,8 +18,7 @@ from mirror._src.keras.owners import Owner
 
 
 class _Loops(threading.local):
-    def __init__(self) -> None:
-        self.num_open = 0
+    num_open = 0
 
 
 _loops = _Loops()

@@ -103,7 +103,12 @@ def _on_one_device(
     """Returns the logs of a training step on one device, and the variables after it."""
     step = StepFunction(model.train_function.made, Owner("one device", single), model, "train")
     x, y, *weights = args
-    groups = _groups(model)
+    groups = [  # in the order of Keras
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.optimizer.variables,
+        model.metrics_variables,
+    ]
     state = tuple([variable.value for variable in group] for group in groups)
     logs, state = step(state, iter([(x, y, weights[0] if weights else None)]))
     for group, values in zip(groups, state, strict=True):
@@ -122,13 +127,3 @@ def _flat(logs: Mapping[str, Any]) -> dict[str, np.ndarray]:
 def _assign(variables: Sequence[Any], values: Iterable[Any]) -> None:
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
-
-
-def _groups(model: Any) -> list[list[Any]]:
-    """Returns the variables of the state of a training step, in the order of Keras."""
-    return [
-        model.trainable_variables,
-        model.non_trainable_variables,
-        model.optimizer.variables,
-        model.metrics_variables,
-    ]
