@@ -1363,7 +1363,7 @@ _OF_CHECKPOINTS = (
     Fault(
         "a header whose checksum nobody compares",
         f"{_CHECKPOINTS}/files.py",
-        "if zlib.crc32(about.encode()) != checksum:",
+        "if zlib.crc32(metadata.encode()) != checksum:",
         "if False:",
         ("tests/training/test_checkpoints.py",),
         likely="damage",

@@ -86,16 +86,16 @@ def next_written(directory: Path) -> int:
 
 def _written(path: Path) -> int:
     try:
-        return int(files.read_about(path)["written"])
+        return int(files.read_metadata(path)["written"])
     except Exception:  # loading the checkpoint reports that it is damaged
         return path.stat().st_mtime_ns
 
 
-def best_of(abouts: Mapping[int, Mapping[str, Any]], rule: Best) -> int | None:
+def best_of(headers: Mapping[int, Mapping[str, Any]], rule: Best) -> int | None:
     """Returns the step with the best value of the metric: the last of equals, and never NaN."""
     metric, mode = rule
     sign = -1 if mode == "min" else 1
-    values = {step: about["metrics"].get(metric, math.nan) for step, about in abouts.items()}
+    values = {step: metadata["metrics"].get(metric, math.nan) for step, metadata in headers.items()}
     ranked = [(sign * value, step) for step, value in values.items() if not math.isnan(value)]
     return max(ranked)[1] if ranked else None
 
@@ -189,8 +189,10 @@ def find_checkpoint(directory: str | os.PathLike[str], step: int | str) -> Check
     if not paths:
         raise _error_without_checkpoints(directory)
     step = _chosen_step(directory, paths, step)
-    about = _about(step, paths)
-    return CheckpointHandle(paths, step, about["arrays"], about["position"], about["metrics"])
+    metadata = _metadata_of(step, paths)
+    return CheckpointHandle(
+        paths, step, metadata["arrays"], metadata["position"], metadata["metrics"]
+    )
 
 
 def _error_without_checkpoints(directory: Path) -> OSError:
@@ -224,9 +226,9 @@ def _chosen_step(directory: Path, paths: dict[int, Path], step: Any) -> int:
 
 
 def _best_step(directory: Path, paths: dict[int, Path]) -> int:
-    abouts = {step: _about(step, paths) for step in paths}
-    rule = next((a["keep_best"] for a in reversed(abouts.values()) if a["keep_best"]), None)
-    best = best_of(abouts, rule) if rule else None
+    headers = {step: _metadata_of(step, paths) for step in paths}
+    rule = next((a["keep_best"] for a in reversed(headers.values()) if a["keep_best"]), None)
+    best = best_of(headers, rule) if rule else None
     if best is None:
         unmonitored = "they were saved without Checkpoint(monitor=...)"
         why = f"none has the metric {rule[0]!r}" if rule else unmonitored
@@ -237,9 +239,9 @@ def _best_step(directory: Path, paths: dict[int, Path]) -> int:
     return best
 
 
-def _about(step: int, paths: dict[int, Path]) -> dict[str, Any]:
+def _metadata_of(step: int, paths: dict[int, Path]) -> dict[str, Any]:
     with _readable(step, paths):
-        return files.read_about(paths[step])
+        return files.read_metadata(paths[step])
 
 
 @contextlib.contextmanager

@@ -96,20 +96,20 @@ _TYPES = {  # dtypes that all readers know; others are stored as bytes
 }
 
 
-def write(path: Path, arrays: Mapping[str, np.ndarray | KeyData], about: dict[str, Any]) -> None:
+def write(path: Path, arrays: Mapping[str, np.ndarray | KeyData], metadata: dict[str, Any]) -> None:
     """Writes a checkpoint, and moves it to its path when it is complete and on the disk.
 
     What was only written, or renamed, is in the memory of the operating system; `os.fsync` writes a
     file, or the names in a directory, to the disk.
     """
-    header = _header(about)
+    header = _header(metadata)
     unfinished = path.with_name(path.name + UNFINISHED)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         unfinished.unlink(missing_ok=True)
         with unfinished.open("xb") as file:  # never what a link points to
             file.write(header)
-            for name in _places(about["arrays"]):
+            for name in _places(metadata["arrays"]):
                 file.write(bytes_of(arrays[name]).data)
             file.flush()
             os.fsync(file.fileno())
@@ -125,7 +125,7 @@ def entries_of(arrays: Mapping[str, np.ndarray | KeyData]) -> dict[str, Any]:
     return {name: _entry(value) for name, value in arrays.items()}
 
 
-def read_about(path: Path) -> dict[str, Any]:
+def read_metadata(path: Path) -> dict[str, Any]:
     """Reads what mirror knows about a checkpoint, without its arrays.
 
     Raises:
@@ -134,13 +134,13 @@ def read_about(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         text = file.read(_header_size(file))
     try:
-        metadata = json.loads(text)["__metadata__"]
-        about, checksum = metadata["mirror"], int(metadata["checksum"])
+        stored = json.loads(text)["__metadata__"]
+        metadata, checksum = stored["mirror"], int(stored["checksum"])
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError("its header is damaged, or not by mirror") from None
-    if zlib.crc32(about.encode()) != checksum:
+    if zlib.crc32(metadata.encode()) != checksum:
         raise ValueError("the checksum of its header does not match")
-    return _checked_about(json.loads(about))
+    return _checked_metadata(json.loads(metadata))
 
 
 def read_arrays(path: Path, entries: Mapping[str, Any]) -> dict[str, np.ndarray | KeyData]:
@@ -183,12 +183,12 @@ def num_bytes(entry: Mapping[str, Any]) -> int:
     return math.prod(entry["shape"]) * np.dtype(entry["dtype"]).itemsize
 
 
-def _header(about: Mapping[str, Any]) -> bytes:
-    text = json.dumps(about)
-    metadata = {"mirror": text, "checksum": str(zlib.crc32(text.encode()))}
-    header: dict[str, Any] = {RESERVED: metadata}
-    for name, start in _places(about["arrays"]).items():
-        entry = about["arrays"][name]
+def _header(metadata: Mapping[str, Any]) -> bytes:
+    text = json.dumps(metadata)
+    stored = {"mirror": text, "checksum": str(zlib.crc32(text.encode()))}
+    header: dict[str, Any] = {RESERVED: stored}
+    for name, start in _places(metadata["arrays"]).items():
+        entry = metadata["arrays"][name]
         size, dtype, shape = num_bytes(entry), np.dtype(entry["dtype"]), entry["shape"]
         is_known = dtype.name in _TYPES or dtype.itemsize == 1
         header[name] = {
@@ -251,16 +251,16 @@ def _entry(value: np.ndarray | KeyData) -> dict[str, Any]:
     return entry | {"impl": value.impl} if isinstance(value, KeyData) else entry
 
 
-def _checked_about(about: Any) -> dict[str, Any]:
+def _checked_metadata(metadata: Any) -> dict[str, Any]:
     """Checks the contents: a file that was made on purpose has a right checksum."""
-    if about["format"] != FORMAT:
-        raise ValueError(f"it has format {about['format']}, but this version reads {FORMAT}")
-    if not all(isinstance(about.get(name), dict) for name in ("arrays", "position", "metrics")):
+    if metadata["format"] != FORMAT:
+        raise ValueError(f"it has format {metadata['format']}, but this version reads {FORMAT}")
+    if not all(isinstance(metadata.get(name), dict) for name in ("arrays", "position", "metrics")):
         raise ValueError("its header lacks arrays, position or metrics")
-    for name, entry in about["arrays"].items():
+    for name, entry in metadata["arrays"].items():
         if not _is_entry(entry):
             raise ValueError(f"the entry of {name} in its header is invalid: {entry!r:.200}")
-    return about
+    return metadata
 
 
 def _is_entry(entry: Any) -> bool:

@@ -12,15 +12,15 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from mirror._src.cluster import store
+from mirror._src.cluster import store, verdicts
 from mirror._src.cluster.start import agreement_secs
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.checkpoints import files, snapshot
-from mirror._src.training.checkpoints.directory import CheckpointHandle, find_checkpoint
+from mirror._src.training.checkpoints.directory import find_checkpoint
 from mirror._src.training.checkpoints.files import KeyData
 from mirror._src.training.progress import Position
 
@@ -54,20 +54,20 @@ class _Answer(NamedTuple):
     Attributes:
         requested: The argument `step` of its call.
         model: Digest of the names, shapes and dtypes of its model and optimizer.
-        has_it: Whether it has read the same checkpoint.
+        num_bytes: Bytes of the header and of the whole checkpoint, or None without it.
         fault: An error, because of which it cannot restore any.
     """
 
     requested: str
     model: str
-    has_it: bool
+    num_bytes: Sequence[int] | None
     fault: Sequence[Any] | None = None
 
 
 class _Verdict(NamedTuple):
     """The end of the agreement: each reads its files, all receive bytes, or all raise an error."""
 
-    num_bytes: Sequence[int] = ()
+    num_bytes: Sequence[int] | None = None
     fault: Sequence[Any] | None = None
 
 
@@ -92,7 +92,8 @@ class BroadcastRestore:
         self._strategy, self._directory, self._step = strategy, directory, step
         self._described = described
         self._number = next(_numbers)
-        self._me = store.process_index()
+        self._root = f"restore/{self._number}"
+        self._is_chief = store.is_chief()
 
     def read(self) -> tuple[Position, Arrays]:
         """Returns the position and the arrays.
@@ -102,98 +103,82 @@ class BroadcastRestore:
             FileNotFoundError: If the chief has no such checkpoint.
             ValueError: If the chief's checkpoint is damaged or does not match the model.
         """
-        return self._read_and_offer() if store.is_chief() else self._follow()
+        offer = self._make_offer() if self._is_chief else self._await_offer()
+        _raise(offer.fault)
+        header, arrays, error = b"", None, None
+        try:  # all processes read at the same time
+            header, arrays = self._read_offered(offer)
+        except Exception as mine:
+            error = mine
+        parts = [np.frombuffer(header, np.uint8), *map(files.bytes_of, (arrays or {}).values())]
+        sizes = None if arrays is None else [len(header), sum(part.size for part in parts)]
+        fault = None if error is None else _fault(error)
+        verdict = self._agree(
+            _Answer(repr(self._step), _digest(self._described), sizes, fault),
+        )
+        if error is not None:
+            raise error
+        _raise(verdict.fault)
+        if self._number and self._is_chief:
+            store.delete(f"restore/{self._number - 1}/")  # all have answered, so all have read it
+        if verdict.num_bytes is not None:
+            whole = self._broadcast(verdict.num_bytes[1], parts)
+            return _parse(whole, verdict.num_bytes[0])
+        assert arrays is not None
+        return Position.from_dict(json.loads(header)[0]), arrays
 
-    def _read_and_offer(self) -> tuple[Position, Arrays]:
+    def _make_offer(self) -> _Offer:
         try:
             found = find_checkpoint(self._directory, self._step)
             with found.readable():
-                position = Position.from_dict(found.position)
+                Position.from_dict(found.position)
             snapshot.require_match(self._described, found.entries)
         except Exception as error:
-            self._post("offer", _Offer(0, "", self._fault(error)))
+            self._post_offer(_Offer(0, "", _fault(error)))
             raise
-        self._post("offer", _Offer(found.step, _digest([found.entries, found.position])))
-        try:
-            arrays = found.read()  # all processes read at the same time
-        except Exception as error:
-            self._post("verdict", _Verdict(fault=self._fault(error)))
-            raise
-        answers = self._answers()
-        fault = self._first_fault(answers)
-        lacking = [i for i, answer in answers.items() if answer is not None and not answer.has_it]
-        about = json.dumps([found.position, found.entries]).encode()
-        parts = [np.frombuffer(about, np.uint8), *map(files.bytes_of, arrays.values())]
-        sizes = [len(about), sum(part.size for part in parts)] if lacking else []
-        self._post("verdict", _Verdict(sizes, fault))
-        if self._number:
-            store.delete(f"restore/{self._number - 1}/")  # all have answered, so all have read it
-        self._raise(fault)
-        if lacking:
-            _logger.info("Sending the checkpoint for step %s to processes %s", found.step, lacking)
-            self._broadcast(sizes[1], parts)
-        return position, arrays
+        offer = _Offer(found.step, _digest([found.position, found.entries]))
+        self._post_offer(offer)
+        return offer
 
-    def _follow(self) -> tuple[Position, Arrays]:
-        offer = _Offer(*self._await("offer", agreement_secs()))
-        self._raise(offer.fault)
-        found, arrays, fault = None, None, None
-        try:
-            found, arrays = self._read_same(offer)
-        except Exception as error:
-            fault = self._fault(error)
-            raise
-        finally:
-            has_it = arrays is not None
-            model = _digest(self._described)
-            self._post(str(self._me), _Answer(repr(self._step), model, has_it, fault))
-        # The chief may have to wait for others as long.
-        verdict = _Verdict(*self._await("verdict", 2 * agreement_secs()))
-        self._raise(verdict.fault)
-        if verdict.num_bytes:
-            return _parse(self._broadcast(verdict.num_bytes[1]), verdict.num_bytes[0])
-        assert found is not None
-        assert arrays is not None
-        return Position.from_dict(found.position), arrays
+    def _post_offer(self, offer: _Offer) -> None:
+        store.post(f"{self._root}/offer", json.dumps(offer))
 
-    def _read_same(self, offer: _Offer) -> tuple[CheckpointHandle | None, Arrays | None]:
-        """Reads the offered checkpoint, if this process has it and it is not damaged."""
+    def _await_offer(self) -> _Offer:
+        text = store.read(f"{self._root}/offer", time.monotonic() + agreement_secs())
+        if text is None:
+            raise _absence([0])
+        return _Offer(*json.loads(text))
+
+    def _read_offered(self, offer: _Offer) -> tuple[bytes, Arrays | None]:
+        """Returns position and entries as JSON, and the arrays, or None if this process lacks them.
+
+        The chief has the checkpoint; another process may not, or a damaged one.
+        """
         try:
             found = find_checkpoint(self._directory, offer.step)
-            if _digest([found.entries, found.position]) == offer.digest:
-                return found, found.read()
+            contents = [found.position, found.entries]
+            if _digest(contents) == offer.digest:
+                return json.dumps(contents).encode(), found.read()
         except (OSError, ValueError) as error:
+            if self._is_chief:
+                raise
             _logger.debug("Process 0 sends the checkpoint: %s", error)
-        return None, None
+        return b"", None
 
-    def _answers(self) -> dict[int, _Answer | None]:
-        count, deadline = store.process_count(), time.monotonic() + agreement_secs()
-        texts = store.read_each(f"restore/{self._number}", count, deadline, {0: ""})
-        return {i: _Answer(*json.loads(texts[i])) if i in texts else None for i in range(1, count)}
-
-    def _first_fault(self, answers: Mapping[int, _Answer | None]) -> Sequence[Any] | None:
-        """Returns why no process can restore the checkpoint, or None."""
-        absent = [i for i, answer in answers.items() if answer is None]
-        if absent:
-            return _Fault(0, "RuntimeError", _absence(absent))
-        mine = _Answer(repr(self._step), _digest(self._described), has_it=True)
-        for i, answer in answers.items():
-            assert answer is not None
-            if answer.fault is not None:
-                return answer.fault
-            if answer.requested != mine.requested:
-                text = (
-                    f"process {i} restores step={answer.requested}, and process 0 "
-                    f"step={mine.requested}. Pass the same step on every process"
-                )
-                return _Fault(0, "RuntimeError", text)
-            if answer.model != mine.model:
-                text = (
-                    f"processes 0 and {i} have models or optimizers with different names, shapes "
-                    "or dtypes. Create the same Trainer on every process"
-                )
-                return _Fault(0, "RuntimeError", text)
-        return None
+    def _agree(self, mine: _Answer) -> _Verdict:
+        """Returns the verdict of the chief on the answers of all processes."""
+        directory = f"{self._root}/answers"
+        if self._is_chief and mine.fault is not None:
+            verdict = _Verdict(fault=mine.fault)
+            verdicts.decide_alone(directory, json.dumps(verdict))
+            return verdict
+        # The chief may have to wait for others as long.
+        deadline = time.monotonic() + agreement_secs() * (1 if self._is_chief else 2)
+        try:
+            text = verdicts.verdict(directory, json.dumps(mine), _judge, deadline)
+        except verdicts.AbsentError as error:
+            raise _absence(error.processes) from None
+        return _Verdict(*json.loads(text))
 
     def _broadcast(self, num_bytes: int, parts: Iterable[np.ndarray] = ()) -> np.ndarray:
         """Returns the bytes of the chief, in every process. A collective per 16 MiB.
@@ -216,33 +201,49 @@ class BroadcastRestore:
             lambda context: others if context.replica_id_in_sync_group else first
         )
 
-    def _fault(self, error: Exception) -> _Fault:
-        return _Fault(self._me, type(error).__name__, str(error).rstrip("."))
 
-    def _raise(self, fault: Sequence[Any] | None) -> None:
-        if fault is not None:
-            _raise(_Fault(*fault))
+def _judge(texts: Sequence[str]) -> str:
+    """Returns the verdict on the answers: why no process can restore, or who needs the bytes."""
+    answers = [_Answer(*json.loads(text)) for text in texts]
+    chief = answers[0]
+    fault: Sequence[Any] | None = None
+    for i, answer in enumerate(answers):
+        fault = fault or answer.fault
+        if fault is None and answer.requested != chief.requested:
+            text = (
+                f"process {i} restores step={answer.requested}, and process 0 "
+                f"step={chief.requested}. Pass the same step on every process"
+            )
+            fault = _Fault(0, "RuntimeError", text)
+        if fault is None and answer.model != chief.model:
+            text = (
+                f"processes 0 and {i} have models or optimizers with different names, shapes or "
+                "dtypes. Create the same Trainer on every process"
+            )
+            fault = _Fault(0, "RuntimeError", text)
+    lacking = [i for i, answer in enumerate(answers) if answer.num_bytes is None]
+    if lacking and fault is None:
+        _logger.info("Sending the checkpoint to processes %s", lacking)
+    return json.dumps(_Verdict(chief.num_bytes if lacking else None, fault))
 
-    def _post(self, name: str, what: tuple[Any, ...]) -> None:
-        store.post(f"restore/{self._number}/{name}", json.dumps(what))
 
-    def _await(self, name: str, secs: float) -> Any:
-        text = store.read(f"restore/{self._number}/{name}", time.monotonic() + secs)
-        if text is None:
-            raise RuntimeError(f"trainer.restore failed: {_absence([0])}.")
-        return json.loads(text)
+def _fault(error: Exception) -> _Fault:
+    return _Fault(store.process_index(), type(error).__name__, str(error).rstrip("."))
 
 
-def _raise(fault: _Fault) -> NoReturn:
-    kind = next((kind for kind in _KINDS if kind.__name__ == fault.kind), RuntimeError)
-    raise kind(f"trainer.restore failed on process {fault.process}: {fault.text}.")
+def _raise(fault: Sequence[Any] | None) -> None:
+    """Raises the error of another process."""
+    if fault is not None:
+        process, name, text = fault
+        kind = next((kind for kind in _KINDS if kind.__name__ == name), RuntimeError)
+        raise kind(f"trainer.restore failed on process {process}: {text}.")
 
 
-def _absence(absent: Sequence[int]) -> str:
-    return (
-        f"processes {list(absent)} have not called trainer.restore within {agreement_secs():g} s. "
-        "Call it on every process; if they only read slowly, wait longer: "
-        "mirror.distributed.initialize(agreement_secs=...)"
+def _absence(absent: Sequence[int]) -> RuntimeError:
+    return RuntimeError(
+        f"trainer.restore failed: processes {list(absent)} have not called trainer.restore within "
+        f"{agreement_secs():g} s. Call it on every process; if they only read slowly, wait longer: "
+        "mirror.distributed.initialize(agreement_secs=...)."
     )
 
 

@@ -120,7 +120,7 @@ def _described(value: Any) -> str:
 
 
 def _described_entry(entry: Mapping[str, Any]) -> str:
-    """Describes an entry of `about` as `_described` does its array."""
+    """Describes an entry of the metadata as `_described` does its array."""
     shape = entry["shape"]
     if "impl" in entry:
         return f"key<{entry['impl']}>{shape[:-1]}"

@@ -101,14 +101,14 @@ class CheckpointStore:
                 f"{path} already exists and is not a file. Move it away, or save to another "
                 "directory."
             )
-        about = {
+        metadata = {
             "format": files.FORMAT,
             "position": _as_json("position", position),
             "metrics": dict(metrics or {}),
             "keep_best": self._keep_best,
         }
         copies = on_host(arrays)
-        self._writing = _Write(step, lambda: self._write(step, path, copies, about))
+        self._writing = _Write(step, lambda: self._write(step, path, copies, metadata))
         self._writing.start()
         if not self._asynchronous:
             self.wait()
@@ -164,19 +164,23 @@ class CheckpointStore:
         """Returns the step that `keep_best` keeps, or None if no checkpoint has the metric."""
         if self._keep_best is None:
             return None
-        abouts = {}
+        headers = {}
         for step, path in checkpoints_in(self.directory).items():
             with contextlib.suppress(Exception):  # a damaged checkpoint is never the best
-                abouts[step] = files.read_about(path)
-        return best_of(abouts, self._keep_best)
+                headers[step] = files.read_metadata(path)
+        return best_of(headers, self._keep_best)
 
     def _write(
-        self, step: int, path: Path, arrays: dict[str, np.ndarray | KeyData], about: dict[str, Any]
+        self,
+        step: int,
+        path: Path,
+        arrays: dict[str, np.ndarray | KeyData],
+        metadata: dict[str, Any],
     ) -> None:
-        about["arrays"] = files.entries_of(arrays)
+        metadata["arrays"] = files.entries_of(arrays)
         with self._lock.mutex:
-            about["written"] = next_written(self.directory)
-            files.write(path, arrays, about | _kept_metrics(path, about))
+            metadata["written"] = next_written(self.directory)
+            files.write(path, arrays, metadata | _kept_metrics(path, metadata))
             if self._keep_last is None:
                 return
             paths = checkpoints_in(self.directory)
@@ -247,11 +251,11 @@ def _make_ready(directory: Path) -> WriterLock:
     return lock
 
 
-def _kept_metrics(path: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+def _kept_metrics(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the metrics of a checkpoint of the same arrays, if the new one has no metrics."""
     with contextlib.suppress(Exception):  # no earlier checkpoint, or an unreadable one
-        earlier = files.read_about(path)
-        if not about["metrics"] and earlier["arrays"] == about["arrays"]:
+        earlier = files.read_metadata(path)
+        if not metadata["metrics"] and earlier["arrays"] == metadata["arrays"]:
             return {name: earlier[name] for name in ("metrics", "keep_best")}
     return {}
 
