@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 from unittest import mock
 
-from mirror._src.cluster import agreement, hello, store
+from mirror._src.cluster import agreement, consensus, hello, store
 from mirror._src.training import agreed_stop
 
 _SECS = 60.0
@@ -51,21 +51,21 @@ class MemoryStore:
         self._content: dict[str, str] = {}
         self._changes = threading.Condition()
 
-    def post(self, key: str, text: str) -> None:
-        """See `store.post`."""
+    def set(self, key: str, text: str) -> None:
+        """See `store.set`."""
         with self._changes:
             self._content[key] = text
             self._count(1, len(text), key)
             self._changes.notify_all()
 
-    def propose(self, key: str, text: str) -> None:
-        """See `store.propose`."""
+    def set_default(self, key: str, text: str) -> None:
+        """See `store.set_default`."""
         with self._changes:
             self._content.setdefault(key, text)
             self._count(1, len(text), key)
             self._changes.notify_all()
 
-    def read(self, key: str, deadline: float, *, stops: bool = True) -> str:
+    def get(self, key: str, deadline: float, *, stops: bool = True) -> str:
         """Returns a text, which a process has posted before."""
         del deadline, stops
         return self.wait(key)
@@ -80,7 +80,7 @@ class MemoryStore:
             self._count(1, len(text), key)
             return text
 
-    def read_all(self, directory: str) -> dict[str, str]:
+    def get_all(self, directory: str) -> dict[str, str]:
         """Returns the text of this process for all processes."""
         with self._changes:
             text = self._content[f"{directory}/{self.index}"]
@@ -102,7 +102,7 @@ class MemoryStore:
 @contextlib.contextmanager
 def installed(messages: MemoryStore) -> Iterator[None]:
     """Context manager in which processes use this store."""
-    names = ("post", "propose", "read", "wait", "read_all", "delete")
+    names = ("set", "set_default", "get", "wait", "get_all", "delete")
     with mock.patch.multiple(
         store,
         process_index=lambda: messages.index,
@@ -136,8 +136,9 @@ def agreement_on_program(num_processes: int, name: str = "train_step") -> Messag
     program = agreement.Program(name, ["a line"], lambda: [""])
 
     def act() -> None:
-        # From the third program on, process 0 deletes what the last but one has left.
-        with mock.patch.object(agreement, "_numbers", itertools.count(2)):
+        topic = consensus.Topic("program")
+        topic.number = 1  # from the second program on, process 0 deletes what the last one has left
+        with mock.patch.object(agreement, "_topic", topic):
             difference = agreement.find_difference(program, _SECS)
         assert difference is None
 
@@ -151,7 +152,7 @@ def comparison_at_start(num_processes: int, devices: int) -> Messages:
 
     def act() -> None:
         hello.require_same_settings(time.monotonic() + _SECS)
-        hello.exchange("devices", mine, time.monotonic() + _SECS)
+        consensus.gather("devices", mine, time.monotonic() + _SECS)
 
     return _count(num_processes, act)
 

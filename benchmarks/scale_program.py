@@ -136,17 +136,17 @@ def time_messages() -> dict[str, float]:
     posts, reads = [], []
     for i in range(_MESSAGES):
         start = time.perf_counter()
-        store.post(f"message/{i}", "x" * 70)
+        store.set(f"message/{i}", "x" * 70)
         middle = time.perf_counter()
-        store.read(f"message/{i}", time.monotonic() + 10)
+        store.get(f"message/{i}", time.monotonic() + 10)
         posts.append(middle - start)
         reads.append(time.perf_counter() - middle)
     directories = []
     for i in range(_TEXTS):
-        store.post(f"directory/{i}", "x" * 70)
+        store.set(f"directory/{i}", "x" * 70)
     for _ in range(_MESSAGES // 10):
         start = time.perf_counter()
-        store.read_all("directory")
+        store.get_all("directory")
         directories.append(time.perf_counter() - start)
     jax.distributed.shutdown()
     read_secs = median(reads)

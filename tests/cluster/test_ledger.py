@@ -29,13 +29,13 @@ class Job:
         self.ledgers = [ledger.Ledger() for _ in range(count)]
         monkeypatch.setattr(store, "process_index", lambda: self.me)
         monkeypatch.setattr(store, "process_count", lambda: count)
-        monkeypatch.setattr(store, "post", self.texts.__setitem__)
-        monkeypatch.setattr(store, "propose", self.texts.setdefault)
-        monkeypatch.setattr(store, "read", lambda key, *_, **__: self.texts.get(key))
-        monkeypatch.setattr(store, "read_all", self.read_all)
+        monkeypatch.setattr(store, "set", self.texts.__setitem__)
+        monkeypatch.setattr(store, "set_default", self.texts.setdefault)
+        monkeypatch.setattr(store, "get", lambda key, *_, **__: self.texts.get(key))
+        monkeypatch.setattr(store, "get_all", self.get_all)
         monkeypatch.setattr(store, "delete", self.delete)
 
-    def read_all(self, root):
+    def get_all(self, root):
         texts = self.texts.items()
         return {k.removeprefix(f"{root}/"): v for k, v in texts if k.startswith(f"{root}/")}
 
@@ -162,7 +162,7 @@ def test_a_canceled_launch_needs_no_other_process(job, monkeypatch, me):
                 thread._is_over.set()
             return job.texts.get(key)
 
-        monkeypatch.setattr(store, "read", read)
+        monkeypatch.setattr(store, "get", read)
         thread._watch()
         del job.texts["end/0"]
         return store.stop
@@ -180,7 +180,7 @@ def test_a_canceled_launch_needs_no_other_process(job, monkeypatch, me):
 
 def test_the_first_failure_is_found_behind_the_end_of_another_process(monkeypatch):
     texts = {"end/0": json.dumps(failures.Event("end", 1, "", 3))}
-    monkeypatch.setattr(store, "read", lambda key, deadline, stops=True: texts.get(key))
+    monkeypatch.setattr(store, "get", lambda key, deadline, stops=True: texts.get(key))
     assert failures.first_failure() is None
     texts["end/1"] = json.dumps(failures.Event("failure", 0, "ValueError: row 3"))
     assert failures.first_failure() == (0, "ValueError: row 3")

@@ -177,7 +177,7 @@ def test_different_settings_are_named_by_all():
 def test_different_versions_are_named(monkeypatch):
     """The versions of three processes, of which the second differs."""
     said = [{"mirror": v, "jax": "1"} for v in ("0.2", "0.1", "0.2")]
-    monkeypatch.setattr(hello, "exchange", lambda name, mine, deadline: said)
+    monkeypatch.setattr(hello, "gather", lambda name, mine, deadline: said)
     with raises(
         RuntimeError,
         names="mirror",
@@ -196,7 +196,7 @@ def test_a_process_that_says_nothing_is_named():
         mirror.distributed.initialize()
         if mirror.distributed.is_chief():
             try:
-                hello.exchange("test", {}, time.monotonic() + 2)
+                hello.gather("test", {}, time.monotonic() + 2)
             except RuntimeError as error:
                 print(error)
         mirror.distributed.barrier("end", 30)

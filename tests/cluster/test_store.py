@@ -51,12 +51,12 @@ def test_ctrl_c_is_handled_every_half_second_while_the_main_thread_reads(use, mo
     client.blocking_key_value_get = wait_and_get
     monkeypatch.setattr(store, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
     use(client)
-    assert store.read("key", 1.2) is None
+    assert store.get("key", 1.2) is None
     assert client.millis[:2] == [500, 500]
     assert sum(client.millis) == pytest.approx(1200, abs=2)
 
 
-@pytest.mark.parametrize("read", [store.wait, lambda key: store.read(key, 0.0)])
+@pytest.mark.parametrize("read", [store.wait, lambda key: store.get(key, 0.0)])
 def test_a_lost_coordinator_is_named(use, read):
     use(Client({}, error="UNAVAILABLE: Socket closed"))
     with raises(RuntimeError, names="process 0", values="Socket closed", fix="start all processes"):
@@ -65,5 +65,5 @@ def test_a_lost_coordinator_is_named(use, read):
 
 def test_keys_are_relative_to_the_directory(use):
     use(Client({"mirror/a/0": "x", "mirror/a/text/0": "y", "mirror/ab/1": "z"}))
-    assert store.read_all("a") == {"0": "x", "text/0": "y"}
-    assert store.read_each("a", 1, 0.0, {}) == {0: "x"}
+    assert store.get_all("a") == {"0": "x", "text/0": "y"}
+    assert store.get_many("a", 1, 0.0, {}) == {0: "x"}

@@ -20,6 +20,7 @@ from tests.support.waiting import wait_until
 
 local_input, step_exchange, batches_of_hosts = inside.local_input()
 failures, store = inside.failures(), inside.messages()
+consensus = inside.consensus_of_processes()
 Form, Part, StepExchange = step_exchange.Form, step_exchange.Part, step_exchange.StepExchange
 Plan, host_batches = local_input.Plan, batches_of_hosts.host_batches
 
@@ -48,7 +49,7 @@ class MemoryStore:
 
     def patched(self):
         """Context manager in which `store` is this one, and time is its time."""
-        names = ("propose", "overwrite", "read_all", "read", "delete")
+        names = ("set_default", "set", "get_all", "get", "delete")
         patches = contextlib.ExitStack()
         patches.enter_context(
             mock.patch.multiple(
@@ -59,23 +60,23 @@ class MemoryStore:
             )
         )
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        for module in (step_exchange, failures):
+        for module in (step_exchange, failures, consensus):
             patches.enter_context(mock.patch.object(module, "time", clock))
         return patches
 
-    def propose(self, key, text):
+    def set_default(self, key, text):
         self._put(key, self.texts.get(key, text))
 
-    def overwrite(self, key, text):
+    def set(self, key, text):
         self._put(key, text)
 
-    def read_all(self, directory):
+    def get_all(self, directory):
         with self._changed:
             start = f"{directory}/"
             found = {k: v for k, v in self.texts.items() if k.startswith(start)}
             return {key.rpartition("/")[2]: text for key, text in found.items()}
 
-    def read(self, key, deadline):
+    def get(self, key, deadline, *, stops=True):
         me = threading.get_ident()
         with self._changed:
             self.calls += 1
@@ -145,7 +146,7 @@ class MemoryStore:
 
 @pytest.fixture(autouse=True)
 def no_passes_of_other_tests():
-    step_exchange._closed.clear()
+    consensus._closed.clear()
 
 
 def reading(*sizes, form=FORM, error=None, root="local/train.py:7/0/0"):

@@ -38,8 +38,8 @@ def job(monkeypatch):
     monkeypatch.setattr(store, "process_index", lambda: 1)
     monkeypatch.setattr(store, "process_count", lambda: 4)
     monkeypatch.setattr(store, "is_chief", lambda: False)
-    monkeypatch.setattr(store, "overwrite", lambda key, text: texts.__setitem__(key[6:], text))
-    monkeypatch.setattr(store, "read_all", lambda directory: dict(texts))
+    monkeypatch.setattr(store, "set", lambda key, text: texts.__setitem__(key[6:], text))
+    monkeypatch.setattr(store, "get_all", lambda directory: dict(texts))
     monkeypatch.setattr(launches, "joint", launches.deque(maxlen=8))
     return texts
 
@@ -138,7 +138,7 @@ def test_a_coordinator_that_does_not_answer_blocks_nothing(job, stalled, monkeyp
         is_asked.set()
         return answers.wait(60) and {}
 
-    monkeypatch.setattr(store, "read_all", read_all)
+    monkeypatch.setattr(store, "get_all", read_all)
     monkeypatch.setattr(peers_module, "heartbeat_secs", lambda: 2.0)
     try:
         with looking_at(stalled, clock, secs=60) as peers:

@@ -77,9 +77,9 @@ def check_process_0_waits_for_few_of_many_processes(n, order, monkeypatch):
         return {"0": "0", **{str(i): str(i) for i in come}, "verdict": "not a number"}
 
     store = inside.messages()
-    monkeypatch.setattr(store, "read", read)
-    monkeypatch.setattr(store, "read_all", read_all)
-    found = store.read_each("d", n, 0.0, {0: "0"})
+    monkeypatch.setattr(store, "get", read)
+    monkeypatch.setattr(store, "get_all", read_all)
+    found = store.get_many("d", n, 0.0, {0: "0"})
     assert found == {0: "0", **{i: str(i) for i in due}}
     most = {"all": 1, "none": 3}.get(order, 2 * math.ceil(math.log2(n)))
     assert len(messages) <= most

@@ -28,7 +28,7 @@ from mirror._src.base import (
     tracebacks,
 )
 from mirror._src.base.tables import Table
-from mirror._src.cluster import agreement, hello, resolvers, start, store
+from mirror._src.cluster import agreement, consensus, hello, resolvers, start, store
 from mirror._src.cluster import cluster as distributed_cluster
 from mirror._src.cluster import failures as distributed_failures
 from mirror._src.cluster import ledger as distributed_ledger
@@ -485,6 +485,11 @@ def optional_packages() -> ModuleType:
     return optional
 
 
+def consensus_of_processes() -> ModuleType:
+    """How processes decide: stand-ins of processes in one process need its time and its keys."""
+    return consensus
+
+
 def start_and_hello() -> tuple[ModuleType, ModuleType]:
     """How a process joins a job, and what it says first: a user has one process at a time."""
     return start, hello
@@ -507,7 +512,7 @@ def unlist_gpus() -> None:
 
 def next_agreement() -> int:
     """The number of the next agreement of processes on a program: users see only that they wait."""
-    return next(agreement._numbers)
+    return agreement._topic.number
 
 
 def checkpoint_of_chief() -> ModuleType:

@@ -229,7 +229,7 @@ def test_an_all_reduce_that_fails_is_a_problem(monkeypatch, subtests):
 def test_faults_of_other_processes_are_named(monkeypatch):
     said = [{"fault": ""}, {"fault": "received 1 instead of 2"}]
     monkeypatch.setattr(store, "process_count", lambda: 2)
-    monkeypatch.setattr(distributed.hello, "exchange", lambda name, mine, deadline: said)
+    monkeypatch.setattr(distributed.consensus, "gather", lambda name, mine, deadline: said)
     with pytest.raises(distributed._Stop) as stop:
         distributed.check_all_reduce(mirror.MirroredStrategy(["/cpu:0", "/cpu:1"]), 60)
     (check,) = stop.value.checks

@@ -14,14 +14,14 @@ from base64 import b85decode, b85encode
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mirror._src.cluster import store, verdicts
+from mirror._src.cluster import consensus, store
 from mirror._src.cluster.ledger import ledger
 
 _PIECE = 2**20  # characters per message; the service accepts a few MiB
 _TEXT_SECS = 60.0
 _SAME = "same"
 
-_numbers = itertools.count()
+_topic = consensus.Topic("program")
 _lock = threading.Lock()  # two threads must not take each other's numbers
 
 
@@ -83,21 +83,18 @@ def find_difference(
     """
     with _lock:
         ledger.note("new", f"{program.name} {when}")
-        number = next(_numbers)
-        root, me = f"program/{number}", store.process_index()
+        number = _topic.number
         digest = hashlib.sha256("\n".join(program.lines).encode()).hexdigest()
         mine, deadline = f"{digest} {program.name}", time.monotonic() + timeout_secs
         try:
-            verdict = verdicts.verdict(root, mine, _judge, deadline)
-        except verdicts.AbsentError as error:
+            decision = _topic.decide(mine, _judge, deadline)
+        except consensus.AbsentError as error:
             ledger.canceled += 1
             text = _absent_message(program.name, number, error.processes, timeout_secs)
             raise AbsentError(text) from None
-        if verdict == _SAME:
-            if me == 0 and number > 1:  # every process has read them
-                store.delete(f"program/{number - 2}/")
+        if decision == _SAME:
             return None
-        return _difference(program, number, root, digest, int(verdict))
+        return _difference(program, number, f"program/{number}", digest, int(decision))
 
 
 def _judge(texts: Sequence[str]) -> str:
@@ -110,10 +107,10 @@ def _difference(program: Program, number: int, root: str, digest: str, other: in
     """Exchanges the lines, which only happens now, and returns those that differ."""
     me, deadline = store.process_index(), time.monotonic() + _TEXT_SECS
     _post_text(f"{root}/text/{me}", json.dumps([program.lines, list(program.locations())]))
-    first = store.read(f"{root}/0", deadline) or ""
+    first = store.get(f"{root}/0", deadline) or ""
     is_like_first = first.partition(" ")[0] == digest
     other = other if is_like_first else 0
-    name = (store.read(f"{root}/{other}", deadline) or "").partition(" ")[2]
+    name = (store.get(f"{root}/{other}", deadline) or "").partition(" ")[2]
     lines, locations = json.loads(_read_text(f"{root}/text/{other}", deadline) or "[[], []]")
     mine = zip(program.lines, program.locations(), strict=True)
     theirs = zip(lines, locations, strict=True)
@@ -126,15 +123,15 @@ def _post_text(key: str, text: str) -> None:
     packed = b85encode(zlib.compress(text.encode())).decode()
     pieces = [packed[i : i + _PIECE] for i in range(0, len(packed), _PIECE)]
     for i, piece in enumerate(pieces):
-        store.post(f"{key}/{i}", piece)
-    store.post(f"{key}/count", str(len(pieces)))
+        store.set(f"{key}/{i}", piece)
+    store.set(f"{key}/count", str(len(pieces)))
 
 
 def _read_text(key: str, deadline: float) -> str | None:
-    count = store.read(f"{key}/count", deadline)
+    count = store.get(f"{key}/count", deadline)
     if count is None:
         return None
-    pieces = [store.read(f"{key}/{i}", deadline) or "" for i in range(int(count))]
+    pieces = [store.get(f"{key}/{i}", deadline) or "" for i in range(int(count))]
     return zlib.decompress(b85decode("".join(pieces))).decode()
 
 

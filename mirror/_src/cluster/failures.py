@@ -59,7 +59,7 @@ def first_failure() -> tuple[int, str] | None:
         RuntimeError: If the coordinator cannot be reached.
     """
     for number in range(2):
-        text = store.read(f"{_EVENTS}/{number}", time.monotonic())
+        text = store.get(f"{_EVENTS}/{number}", time.monotonic())
         event = Event(*json.loads(text)) if text is not None else None
         if event is not None and event.kind == "failure":
             return event.process, event.text
@@ -132,12 +132,12 @@ class Failures:
         with contextlib.suppress(Exception):  # the coordinator may have ended
             me, count = store.process_index(), store.process_count()
             _post(Event("failure", me, text, ledger.count))
-            store.propose(f"failed/by/{me}", "")
+            store.set_default(f"failed/by/{me}", "")
             deadline = time.monotonic() + _ALL_SECS
-            failed = store.read_each("failed/by", count, deadline, {me: ""}, stops=False)
+            failed = store.get_many("failed/by", count, deadline, {me: ""}, stops=False)
             # The first one decides for all: a process must not wait for one that has left.
-            store.propose("failed/all", "yes" if len(failed) == count else "no")
-            said = store.read("failed/all", time.monotonic() + _POST_SECS, stops=False)
+            store.set_default("failed/all", "yes" if len(failed) == count else "no")
+            said = store.get("failed/all", time.monotonic() + _POST_SECS, stops=False)
             self._have_all_failed = said == "yes"  # they end in order
 
     def _watch(self) -> None:
@@ -147,7 +147,7 @@ class Failures:
                 # Not `store.wait`, which a message would have to end: a process that ended without
                 # this delay while a step still ran hung in the cleanup of JAX 0.12, in 2 of 8 runs.
                 deadline = time.monotonic() + _POLL_SECS
-                text = store.read(f"{_EVENTS}/{number}", deadline, stops=False)
+                text = store.get(f"{_EVENTS}/{number}", deadline, stops=False)
                 if text is not None:
                     number += 1
                     event = Event(*json.loads(text))
@@ -242,19 +242,19 @@ class Failures:
             return
         me, count = store.process_index(), store.process_count()
         deadline = time.monotonic() + self._shutdown_secs
-        store.propose(f"{_EVENTS}/0", json.dumps(Event("end", me, "", ledger.num_joined)))
+        store.set_default(f"{_EVENTS}/0", json.dumps(Event("end", me, "", ledger.num_joined)))
         self._exchange()
         while not ledger.is_settled and store.stop is None and time.monotonic() < deadline:
             time.sleep(_POLL_SECS / 10)
             self._exchange()
-        store.post(f"left/{me}", "")
+        store.set(f"left/{me}", "")
         with contextlib.suppress(Exception):  # `store.stop`
             if me == 0:
-                if len(store.read_each("left", count, deadline, {me: ""})) == count:
+                if len(store.get_many("left", count, deadline, {me: ""})) == count:
                     self._exchange()
-                    store.post("left/all", "")
+                    store.set("left/all", "")
             else:
-                store.read("left/all", deadline)
+                store.get("left/all", deadline)
 
     def _leave(self, status: int) -> None:
         """Ends the process now, process 0 after the others: without it, JAX aborts them."""
@@ -279,8 +279,8 @@ def _post(event: Event) -> None:
     """Posts an event, unless another process has been faster; the end of a process may precede."""
     for number in range(2):
         key = f"{_EVENTS}/{number}"
-        store.propose(key, json.dumps(event))
-        text = store.read(key, time.monotonic() + _POST_SECS, stops=False)
+        store.set_default(key, json.dumps(event))
+        text = store.get(key, time.monotonic() + _POST_SECS, stops=False)
         if text is None or json.loads(text)[0] != "end":
             return
 
@@ -288,12 +288,12 @@ def _post(event: Event) -> None:
 def _say_farewell() -> None:
     with contextlib.suppress(Exception):
         me, count = store.process_index(), store.process_count()
-        store.propose(f"gone/{me}", "")
+        store.set_default(f"gone/{me}", "")
         if me != 0:
             return
         deadline = time.monotonic() + _MOST_SECS + _STUCK_SECS
         gone: dict[str, str] = {}
         while len(gone) < count and time.monotonic() < deadline:
-            gone = store.read_all("gone")
+            gone = store.get_all("gone")
             time.sleep(_POLL_SECS / 2)
         time.sleep(_FAREWELL_SECS)

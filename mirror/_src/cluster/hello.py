@@ -1,14 +1,12 @@
 """The first messages of a job: do all processes have the same versions, settings and devices?"""
 
 import importlib.metadata
-import json
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-from mirror._src.cluster import store, verdicts
+from mirror._src.cluster.consensus import gather
 from mirror._src.devices import backend
 from mirror._version import __version__
 
@@ -31,7 +29,7 @@ def require_same_settings(deadline: float) -> None:
     mine = {"mirror": __version__, **{name: _version(name) for name in _PACKAGES}}
     mine |= {name: str(jax.config.values.get(name)) for name in _OPTIONS}
     _require_equal(
-        exchange("hello", mine, deadline),
+        gather("hello", mine, deadline),
         "The processes have different versions or settings",
         "Install the same versions on all machines, and set the same options of jax.config.",
     )
@@ -47,10 +45,10 @@ def visible_devices(deadline: float) -> tuple[jax.Device, ...]:
     local = backend.default_devices()
     kind = backend.type_of(local[0])
     mine = {"devices": f"{len(local)} x {kind}", "ids": [device.id for device in local]}
-    said = exchange("devices", mine, deadline)
-    ids = [i for process in said for i in process.pop("ids")]
+    each = gather("devices", mine, deadline)
+    ids = [i for process in each for i in process.pop("ids")]
     _require_equal(
-        said,
+        each,
         "The processes have different devices",
         "Give every process the same number of devices of one type, for example with "
         "mirror launch --devices, or with CUDA_VISIBLE_DEVICES.",
@@ -59,40 +57,12 @@ def visible_devices(deadline: float) -> tuple[jax.Device, ...]:
     return tuple(devices[i] for i in ids)
 
 
-def exchange(name: str, mine: Mapping[str, Any], deadline: float) -> list[dict[str, Any]]:
-    """Returns what each process says under this name; every process must call it once.
-
-    Raises:
-        RuntimeError: If a process does not arrive by the deadline.
-    """
-    me, count = store.process_index(), store.process_count()
-    start = time.monotonic()
-    try:
-        groups = json.loads(verdicts.verdict(name, json.dumps(mine), _grouped, deadline))
-    except verdicts.AbsentError as error:
-        raise RuntimeError(
-            f"Process {me} of {count} waited {time.monotonic() - start:.0f} s for processes "
-            f"{error.processes}, which have not joined. Start every process with the same program; "
-            "their output says what they do."
-        ) from None
-    of_process = {i: said for said, ids in groups for i in ids}
-    return [dict(of_process[i]) for i in range(count)]
-
-
-def _grouped(texts: Sequence[str]) -> str:
-    """Returns each different text once, with the processes that say it."""
-    groups: dict[str, list[int]] = {}
-    for i, text in enumerate(texts):
-        groups.setdefault(text, []).append(i)
-    return json.dumps([[json.loads(text), ids] for text, ids in groups.items()])
-
-
-def _require_equal(said: Sequence[Mapping[str, Any]], what: str, fix: str) -> None:
+def _require_equal(each: Sequence[Mapping[str, Any]], what: str, fix: str) -> None:
     lines = []
-    for name in said[0]:
-        if len({process[name] for process in said}) > 1:
+    for name in each[0]:
+        if len({process[name] for process in each}) > 1:
             values: dict[Any, list[int]] = {}
-            for i, process in enumerate(said):
+            for i, process in enumerate(each):
                 values.setdefault(process[name], []).append(i)
             lines += [f"  {name}: {value} on {_processes(ids)}" for value, ids in values.items()]
     if lines:

@@ -118,11 +118,11 @@ class Ledger:
         text = self._take()
         me = store.process_index()
         if text is not None:
-            store.post(f"{_ROOT}/{next(self._rounds)}/{me}", json.dumps(text))
+            store.set(f"{_ROOT}/{next(self._rounds)}/{me}", json.dumps(text))
         if me != 0:
             return None
         self._comparison = self._comparison or Comparison(store.process_count())
-        return self._comparison.add(store.read_all(_ROOT))
+        return self._comparison.add(store.get_all(_ROOT))
 
     def _take(self) -> dict[str, Any] | None:
         """Returns the new launches as JSON, equal ones in succession as one."""

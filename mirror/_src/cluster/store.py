@@ -24,7 +24,7 @@ _barriers = itertools.count()
 _abandoned: list[Any] = []
 
 stop: Exception | None = None
-"""An error of the job, which `read` raises instead of waiting for other processes."""
+"""An error of the job, which `get` raises instead of waiting for other processes."""
 
 
 def is_initialized() -> bool:
@@ -59,18 +59,13 @@ def is_chief() -> bool:
     return process_index() == 0
 
 
-def post(key: str, text: str) -> None:
-    """Stores a text under a new key."""
-    _client().key_value_set(f"mirror/{key}", text)
-
-
-def propose(key: str, text: str) -> None:
+def set_default(key: str, text: str) -> None:
     """Stores a text under a key, unless another process has been faster."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        post(key, text)
+        _client().key_value_set(f"mirror/{key}", text)
 
 
-def overwrite(key: str, text: str) -> None:
+def set(key: str, text: str) -> None:
     """Stores a text under a key, in place of the former one.
 
     Raises:
@@ -82,7 +77,7 @@ def overwrite(key: str, text: str) -> None:
         raise _lost(error) from error
 
 
-def read_all(directory: str) -> dict[str, str]:
+def get_all(directory: str) -> dict[str, str]:
     """Returns the texts under all keys of a directory, without waiting for any; keys are relative.
 
     Raises:
@@ -95,7 +90,7 @@ def read_all(directory: str) -> dict[str, str]:
     return {key.removeprefix(f"mirror/{directory}/"): text for key, text in pairs}
 
 
-def read(key: str, deadline: float, *, stops: bool = True) -> str | None:
+def get(key: str, deadline: float, *, stops: bool = True) -> str | None:
     """Returns the text under a key, and waits for it until `time.monotonic()` is `deadline`.
 
     Args:
@@ -143,7 +138,7 @@ def wait(key: str) -> str:
             return text
 
 
-def read_each(
+def get_many(
     directory: str,
     count: int,
     deadline: float,
@@ -161,7 +156,7 @@ def read_each(
         count: Number of keys.
         deadline: When to stop waiting, as of `time.monotonic`.
         known: The texts that need not be read.
-        stops: As in `read`.
+        stops: As in `get`.
 
     Returns:
         The texts that have been posted by then, by number.
@@ -172,14 +167,14 @@ def read_each(
     texts = dict(known)
     while missing := [i for i in range(count) if i not in texts]:
         if len(missing) > 1:
-            texts |= _numbered(read_all(directory))
+            texts |= _numbered(get_all(directory))
             missing = [i for i in missing if i not in texts]
             if not missing:
                 break
         middle = missing[len(missing) // 2]
-        text = read(f"{directory}/{middle}", deadline, stops=stops)
+        text = get(f"{directory}/{middle}", deadline, stops=stops)
         if text is None:  # others may have arrived meanwhile
-            return texts | _numbered(read_all(directory))
+            return texts | _numbered(get_all(directory))
         texts[middle] = text
     return texts
 

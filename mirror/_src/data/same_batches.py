@@ -59,7 +59,7 @@ class SameBatches:
         for number, batch in enumerate(batches):
             if number == 0:
                 mine = _checksums(batch)
-                store.propose(f"{key}/{store.process_index()}", json.dumps(mine))
+                store.set_default(f"{key}/{store.process_index()}", json.dumps(mine))
             if missing and number < _MOST_CHECKS:
                 missing = self._compare(key, mine, missing)
             yield batch
@@ -74,7 +74,7 @@ class SameBatches:
         """
         missing = []
         for i in others:
-            text = store.read(f"{key}/{i}", time.monotonic())
+            text = store.get(f"{key}/{i}", time.monotonic())
             if text is None:
                 missing.append(i)
                 continue

@@ -13,18 +13,14 @@ import json
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, final
 
 from mirror._src.base.errors import first_line
-from mirror._src.cluster import store
-from mirror._src.cluster.failures import first_failure
+from mirror._src.cluster import consensus, store
 from mirror._src.cluster.start import agreement_secs
 from mirror._src.data.parts import Form, Part, Step
 
-_POLL_SECS = 0.25  # between two looks at whether the others still read
-_MARGIN_SECS = 5.0
 _REPORT_SECS = 0.75  # for an error to be posted
 _END_SECS = 2.0
 _TEXT_LENGTH = 2000
@@ -32,16 +28,10 @@ _MOST_SHOWN = 8
 _ERRORS: dict[str, type[Exception]] = {"RuntimeError": RuntimeError, "ValueError": ValueError}
 
 _open: "weakref.WeakSet[StepExchange]" = weakref.WeakSet()
-_closed: "deque[str]" = deque(maxlen=100)
-_lock = threading.Lock()
 
 
 class ClosedError(Exception):
     """Raised in the thread that reads, if its loop has ended."""
-
-
-class _AbsentError(Exception):
-    """Raised if a process does not say what it has read."""
 
 
 @final
@@ -58,15 +48,15 @@ class StepExchange:
 
     def __init__(self, root: str, what: str) -> None:
         self._root, self.what = root, what
-        self._me, self._count = store.process_index(), store.process_count()
-        self._number = 0
+        self._me = store.process_index()
+        self._topic = consensus.Topic(root, self._gone)
         self._forms: dict[str, Form] = {}
         self._is_canceled = threading.Event()
         self._busy = threading.RLock()
         self._has_posted = False
         self._closed_since: float | None = None
         if self._me == 0:
-            _sweep(self._count)
+            consensus.sweep()
         _open.add(self)
 
     def agree(self, size: int, form: Form, checksum: int = 0) -> Step:
@@ -83,7 +73,7 @@ class StepExchange:
             self._forms[digest] = form
             with self._busy:
                 self._require_open()
-                store.propose(f"{self._root}/form/{digest}", text)
+                store.set_default(f"{self._root}/form/{digest}", text)
         step = self._exchange(Part(size, digest, checksum))
         assert step is not None
         return step
@@ -106,11 +96,11 @@ class StepExchange:
         text = f"{type(error).__name__}: {first_line(error)}"[:_TEXT_LENGTH]
         with self._busy:
             self._require_open()
-            number, self._number = self._number, self._number + 1
+            self._has_posted = True
             if self._me == 0:
-                self._post(f"{number}/verdict", self._failure(0, text))
+                self._topic.announce(json.dumps(self._failure(0, text, self._topic.number)))
             else:
-                self._post(f"{number}/{self._me}", Part(None, error=text))
+                self._topic.post(json.dumps(Part(None, error=text)))
 
     def form(self, digest: str) -> Form:
         """Returns a form that some process has posted in this pass.
@@ -120,7 +110,7 @@ class StepExchange:
         """
         if digest not in self._forms:
             with self._busy:
-                text = store.read(f"{self._root}/form/{digest}", time.monotonic() + _END_SECS)
+                text = store.get(f"{self._root}/form/{digest}", time.monotonic() + _END_SECS)
             if text is None:  # it was posted before the step
                 raise RuntimeError(f"Process {self._me} cannot read the shapes of {self.what}.")
             self._forms[digest] = Form.from_text(text)
@@ -135,10 +125,7 @@ class StepExchange:
         _open.discard(self)
         with self._busy:
             if self._has_posted and not _has_exited.is_set():
-                store.propose(f"{self._root}/closed/{self._me}", "")
-                if self._me == 0:
-                    with _lock:
-                        _closed.append(self._root)
+                self._topic.close()
             self._is_canceled.set()
 
     def join(self, timeout: float) -> None:
@@ -147,49 +134,33 @@ class StepExchange:
             self._busy.release()
 
     def _exchange(self, part: Part) -> Step | None:
-        number, self._number = self._number, self._number + 1
         with self._busy:
             self._require_open()
-            deadline = time.monotonic() + agreement_secs()
-            if self._me == 0:
-                verdict = self._judged(number, part, deadline)
-            else:
-                self._post(f"{number}/{self._me}", part)
-                verdict = self._verdict(number, deadline + _MARGIN_SECS)
-        if "error" in verdict:
-            raise _ERRORS[verdict["kind"]](verdict["error"])
-        return Step(number, **verdict) if verdict else None
+            self._has_posted = True
+            number, deadline = self._topic.number, time.monotonic() + agreement_secs()
+            try:
+                decision = json.loads(self._topic.decide(json.dumps(part), self._judge, deadline))
+            except consensus.AbsentError as error:
+                reason = error.reason or self._absence(error.processes[0], number)
+                raise RuntimeError(reason) from None
+        if "error" in decision:
+            raise _ERRORS[decision["kind"]](decision["error"])
+        return Step(number, **decision) if decision else None
 
-    def _judged(self, number: int, part: Part, deadline: float) -> dict[str, Any]:
-        """Compares the parts of all processes, and posts the verdict."""
-        parts = [part]
-        try:
-            for i in range(1, self._count):
-                parts.append(Part(*json.loads(self._wait(f"{number}/{i}", i, deadline))))
-            verdict = self._compared(parts)
-        except _AbsentError as error:
-            verdict = {"kind": "RuntimeError", "error": str(error)}
-        self._post(f"{number}/verdict", verdict)
-        if number and "error" not in verdict:  # every process has read the last verdict
-            store.delete(f"{self._root}/{number - 1}/")
-        return verdict
+    def _judge(self, texts: Sequence[str]) -> str:
+        parts = [Part(*json.loads(text)) for text in texts]
+        return json.dumps(self._compared(parts, self._topic.number - 1))
 
-    def _verdict(self, number: int, deadline: float) -> dict[str, Any]:
-        try:
-            return dict(json.loads(self._wait(f"{number}/verdict", 0, deadline)))
-        except _AbsentError as error:
-            raise RuntimeError(str(error)) from None
-
-    def _compared(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """Returns the verdict: an error, the fields of a `Step`, or nothing at the end."""
-        batch = f"batch {self._number - 1} of {self.what}"
+    def _compared(self, parts: Sequence[Part], number: int) -> dict[str, Any]:
+        """Returns the decision: an error, the fields of a `Step`, or nothing at the end."""
+        batch = f"batch {number} of {self.what}"
         for i, part in enumerate(parts):
             if part.error:
-                return self._failure(i, part.error)
+                return self._failure(i, part.error, number)
         ended = [i for i, part in enumerate(parts) if part.size is None]
         if len(ended) == len(parts):
             return {}
-        if ended and self._number == 1:
+        if ended and number == 0:
             return {
                 "kind": "ValueError",
                 "error": f"Process {ended[0]} has no batch in this pass over {self.what}, but "
@@ -214,10 +185,10 @@ class StepExchange:
             "is_same": all(p.size for p in parts) and len({p.checksum for p in parts}) == 1,
         }
 
-    def _failure(self, process: int, error: str) -> dict[str, Any]:
+    def _failure(self, process: int, error: str, number: int) -> dict[str, Any]:
         return {
             "kind": "RuntimeError",
-            "error": f"Process {process} could not read its part of batch {self._number - 1} of "
+            "error": f"Process {process} could not read its part of batch {number} of "
             f"{self.what}: {error}. All processes stop here; the output of process {process} "
             "shows where it failed.",
         }
@@ -239,54 +210,30 @@ class StepExchange:
             "example, and distribute its dataset with the same options."
         )
 
-    def _wait(self, key: str, process: int, deadline: float) -> str:
-        """Returns the text that a process posts under a key of this pass.
-
-        Raises:
-            _AbsentError: If it will not post it.
-        """
-        while True:
-            self._require_open()
-            next_look = min(deadline, time.monotonic() + _POLL_SECS)
-            text = store.read(f"{self._root}/{key}", next_look)
-            if text is not None:
-                return text
-            reason = self._reason(process, deadline)
-            if reason:
-                # It may have been posted before the process stopped.
-                text = store.read(f"{self._root}/{key}", time.monotonic())
-                if text is not None:
-                    return text
-                raise _AbsentError(reason)
-
-    def _reason(self, process: int, deadline: float) -> str:
-        """Returns why there is no point in waiting for a process any longer, or ""."""
-        failed = first_failure()
-        if failed is not None and failed[0] != self._me:
-            return f"Process {failed[0]} has failed: {failed[1]}"
-        number = self._number - 1
-        if str(process) in store.read_all(f"{self._root}/closed"):
-            # An exception in its loop closes the pass before it is reported.
-            self._closed_since = self._closed_since or time.monotonic()
-            if time.monotonic() < self._closed_since + _REPORT_SECS:
-                return ""
-            return (
-                f"Process {process} has stopped iterating over {self.what}, but process "
-                f"{self._me} waits for batch {number}. With input='local', every process must take "
-                "the same number of batches: end the loop after the same batch on all of them."
-            )
-        if time.monotonic() < deadline:
+    def _gone(self, processes: Sequence[int]) -> str:
+        """Returns why there is no point in waiting for these processes any longer, or ""."""
+        self._require_open()
+        closed = [i for i in processes if self._topic.has_closed(i)]
+        if not closed:
             return ""
+        # An exception in its loop closes the pass before it is reported.
+        self._closed_since = self._closed_since or time.monotonic()
+        if time.monotonic() < self._closed_since + _REPORT_SECS:
+            return ""
+        return (
+            f"Process {closed[0]} has stopped iterating over {self.what}, but process "
+            f"{self._me} waits for batch {self._topic.number - 1}. With input='local', every "
+            "process must take the same number of batches: end the loop after the same batch on "
+            "all of them."
+        )
+
+    def _absence(self, process: int, number: int) -> str:
         return (
             f"Process {process} has not read batch {number} of {self.what} within "
             f"{agreement_secs():g} s, for which process {self._me} waits. With input='local', "
             "every process must iterate over the dataset, not only the chief. If reading is only "
             "slow, wait longer: mirror.distributed.initialize(agreement_secs=...)."
         )
-
-    def _post(self, key: str, message: Any) -> None:
-        self._has_posted = True
-        store.overwrite(f"{self._root}/{key}", json.dumps(message))
 
     def _require_open(self) -> None:
         if self._is_canceled.is_set():
@@ -301,15 +248,6 @@ def _shown(parts: Sequence[Part]) -> str:
     ]
     more = len(parts) - _MOST_SHOWN
     return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
-
-
-def _sweep(count: int) -> None:
-    """Deletes the keys of passes that all processes have left."""
-    with _lock:
-        for root in list(_closed):
-            if len(store.read_all(f"{root}/closed")) == count:
-                store.delete(f"{root}/")
-                _closed.remove(root)
 
 
 _has_exited = threading.Event()

@@ -211,10 +211,10 @@ class Peers:
         post = _post(next(_beats), self.interval, self._reported)
         if self._is_leaving:
             post = post._replace(is_closed=True)
-        store.overwrite(f"watch/{me}", json.dumps(post))
+        store.set(f"watch/{me}", json.dumps(post))
         if overdue is None:
             return
-        texts = store.read_all("watch")
+        texts = store.get_all("watch")
         now, before = clock.now(), self._heard
         heard = {int(i): Post(*json.loads(text)) for i, text in texts.items() if int(i) != me}
         found = {

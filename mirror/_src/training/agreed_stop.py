@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, TypeAlias, final
 
-from mirror._src.cluster import store, verdicts
+from mirror._src.cluster import consensus, store
 from mirror._src.cluster.start import agreement_secs
 
 Cause: TypeAlias = Literal["stop", "interrupt", "SIGTERM"]
@@ -46,6 +46,7 @@ class AgreedStop:
     def __init__(self) -> None:
         self.request: Request | None = None
         self._root = f"stop/{next(_numbers)}"
+        self._counts = consensus.Topic(f"{self._root}/at")
         self._mine: Request | None = None
         self._gate = threading.Lock()
         self._launched = 0
@@ -98,13 +99,9 @@ class AgreedStop:
         if self._is_paused:
             return
         if me == 0:  # it has made all launches, and decides no more
-            verdicts.decide_alone(self._counts, str(self._launched))
+            self._counts.announce(str(self._launched))
         else:
-            store.post(f"{self._counts}/{me}", str(self._launched))
-
-    @property
-    def _counts(self) -> str:
-        return f"{self._root}/at"
+            self._counts.post(str(self._launched))
 
     def _run(self, act: Callable[[], None]) -> None:
         try:
@@ -120,14 +117,14 @@ class AgreedStop:
         if mine is None:
             return
         me, key = store.process_index(), f"{self._root}/request"
-        store.propose(key, json.dumps([me, mine]))
-        text = store.read(key, time.monotonic() + agreement_secs())
+        store.set_default(key, json.dumps([me, mine]))
+        text = store.get(key, time.monotonic() + agreement_secs())
         first, request = json.loads(text or json.dumps([me, mine]))
         self._call(range(store.process_count()) if first == me else [me], Request(*request))
 
     def _call(self, processes: Sequence[int], request: Request | None) -> None:
         for i in processes:
-            store.propose(f"{self._root}/call/{i}", json.dumps(request))
+            store.set_default(f"{self._root}/call/{i}", json.dumps(request))
 
     def _watch(self) -> None:
         """Waits for the call to this process, or for the end."""
@@ -141,8 +138,8 @@ class AgreedStop:
             count = self._launched
         deadline = time.monotonic() + agreement_secs()
         try:
-            self._last = int(verdicts.verdict(self._counts, str(count), _largest, deadline))
-        except verdicts.AbsentError as error:
+            self._last = int(self._counts.decide(str(count), _largest, deadline))
+        except consensus.AbsentError as error:
             self._error = (
                 f"fit() was to stop in all processes ({request.why}), but processes "
                 f"{error.processes} did not respond within {agreement_secs():g} s. They have "

@@ -20,7 +20,7 @@ import numpy as np
 
 from mirror._src.base.errors import counted, first_line
 from mirror._src.base.types import Array
-from mirror._src.cluster import hello, store
+from mirror._src.cluster import consensus, store
 from mirror._src.cluster.resolvers import Membership
 from mirror._src.cluster.start import initialize, resolver_of_environment
 from mirror._src.devices import backend
@@ -89,7 +89,7 @@ def run(secs: float) -> Iterator[dict[str, object]]:
     yield {"ends": True}
     if store.process_count() > 1:
         try:  # process 0 is the coordinator, which the others need until here
-            hello.exchange("doctor/end", {}, time.monotonic() + _END_SECS)
+            consensus.gather("doctor/end", {}, time.monotonic() + _END_SECS)
         except RuntimeError:
             return
 
@@ -222,7 +222,7 @@ def _hosts(member: Membership | None, secs: float) -> list[dict[str, Any]]:
         "gloo": gloo_address(host),
         "network": address_towards(coordinator.strip("[]")) if coordinator else None,
     }
-    return hello.exchange("doctor/host", mine, time.monotonic() + secs)
+    return consensus.gather("doctor/host", mine, time.monotonic() + secs)
 
 
 def check_address(hosts: Sequence[Mapping[str, Any]]) -> Check:
@@ -261,7 +261,7 @@ def check_devices(strategy: MultiWorkerMirroredStrategy, secs: float) -> Check:
     mine = {"text": f"{len(local)} x {backend.type_of(local[0])}", "host": socket.gethostname()}
     if store.process_count() == 1:
         return Check(DEVICES, "ok", f"{mine['text']}: {backend.names(local)}")
-    each = hello.exchange("doctor/devices", mine, time.monotonic() + secs)
+    each = consensus.gather("doctor/devices", mine, time.monotonic() + secs)
     texts = [f"process {i} on {x['host']}: {x['text']}" for i, x in enumerate(each[:_SHOWN])]
     more = ["..."] if len(each) > _SHOWN else []
     count = counted(strategy.num_replicas_in_sync, "device")
@@ -298,7 +298,7 @@ def _fix(strategy: MultiWorkerMirroredStrategy) -> str:
 
 
 def _exchanged_faults(fault: str, secs: float) -> dict[int, str]:
-    each = hello.exchange("doctor/all-reduce", {"fault": fault}, time.monotonic() + secs)
+    each = consensus.gather("doctor/all-reduce", {"fault": fault}, time.monotonic() + secs)
     return {i: said["fault"] for i, said in enumerate(each)}
 
 
@@ -364,7 +364,7 @@ def check_round_trip() -> Check:
     secs = []
     for _ in range(_MESSAGES):
         start = time.perf_counter()
-        store.overwrite(f"doctor/round-trip/{store.process_index()}", "x")
+        store.set(f"doctor/round-trip/{store.process_index()}", "x")
         secs.append(time.perf_counter() - start)
     finding = f"{statistics.median(secs) * 1e3:.2f} ms per message (median of {_MESSAGES})"
     return Check(ROUND_TRIP, "ok", finding)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from mirror._src.cluster import store, verdicts
+from mirror._src.cluster import consensus, store
 from mirror._src.cluster.start import agreement_secs
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.checkpoints import files, snapshot
@@ -64,7 +64,7 @@ class _Answer(NamedTuple):
     fault: Sequence[Any] | None = None
 
 
-class _Verdict(NamedTuple):
+class _Decision(NamedTuple):
     """The end of the agreement: each reads its files, all receive bytes, or all raise an error."""
 
     num_bytes: Sequence[int] | None = None
@@ -91,8 +91,8 @@ class BroadcastRestore:
     ) -> None:
         self._strategy, self._directory, self._step = strategy, directory, step
         self._described = described
-        self._number = next(_numbers)
-        self._root = f"restore/{self._number}"
+        # A topic for each call, because calls that fail make different numbers of decisions.
+        self._topic = consensus.Topic(f"restore/{next(_numbers)}")
         self._is_chief = store.is_chief()
 
     def read(self) -> tuple[Position, Arrays]:
@@ -103,6 +103,14 @@ class BroadcastRestore:
             FileNotFoundError: If the chief has no such checkpoint.
             ValueError: If the chief's checkpoint is damaged or does not match the model.
         """
+        if self._is_chief:
+            consensus.sweep()
+        try:
+            return self._read()
+        finally:
+            self._topic.close()
+
+    def _read(self) -> tuple[Position, Arrays]:
         offer = self._make_offer() if self._is_chief else self._await_offer()
         _raise(offer.fault)
         header, arrays, error = b"", None, None
@@ -113,17 +121,13 @@ class BroadcastRestore:
         parts = [np.frombuffer(header, np.uint8), *map(files.bytes_of, (arrays or {}).values())]
         sizes = None if arrays is None else [len(header), sum(part.size for part in parts)]
         fault = None if error is None else _fault(error)
-        verdict = self._agree(
-            _Answer(repr(self._step), _digest(self._described), sizes, fault),
-        )
+        decision = self._decide(_Answer(repr(self._step), _digest(self._described), sizes, fault))
         if error is not None:
             raise error
-        _raise(verdict.fault)
-        if self._number and self._is_chief:
-            store.delete(f"restore/{self._number - 1}/")  # all have answered, so all have read it
-        if verdict.num_bytes is not None:
-            whole = self._broadcast(verdict.num_bytes[1], parts)
-            return _parse(whole, verdict.num_bytes[0])
+        _raise(decision.fault)
+        if decision.num_bytes is not None:
+            whole = self._broadcast(decision.num_bytes[1], parts)
+            return _parse(whole, decision.num_bytes[0])
         assert arrays is not None
         return Position.from_dict(json.loads(header)[0]), arrays
 
@@ -134,19 +138,17 @@ class BroadcastRestore:
                 Position.from_dict(found.position)
             snapshot.require_match(self._described, found.entries)
         except Exception as error:
-            self._post_offer(_Offer(0, "", _fault(error)))
+            self._topic.announce(json.dumps(_Offer(0, "", _fault(error))))
             raise
         offer = _Offer(found.step, _digest([found.position, found.entries]))
-        self._post_offer(offer)
+        self._topic.announce(json.dumps(offer))
         return offer
 
-    def _post_offer(self, offer: _Offer) -> None:
-        store.post(f"{self._root}/offer", json.dumps(offer))
-
     def _await_offer(self) -> _Offer:
-        text = store.read(f"{self._root}/offer", time.monotonic() + agreement_secs())
-        if text is None:
-            raise _absence([0])
+        try:
+            text = self._topic.await_decision(time.monotonic() + agreement_secs())
+        except consensus.AbsentError as error:
+            raise _absence(error.processes) from None
         return _Offer(*json.loads(text))
 
     def _read_offered(self, offer: _Offer) -> tuple[bytes, Arrays | None]:
@@ -165,20 +167,19 @@ class BroadcastRestore:
             _logger.debug("Process 0 sends the checkpoint: %s", error)
         return b"", None
 
-    def _agree(self, mine: _Answer) -> _Verdict:
-        """Returns the verdict of the chief on the answers of all processes."""
-        directory = f"{self._root}/answers"
+    def _decide(self, mine: _Answer) -> _Decision:
+        """Returns the decision of the chief on the answers of all processes."""
         if self._is_chief and mine.fault is not None:
-            verdict = _Verdict(fault=mine.fault)
-            verdicts.decide_alone(directory, json.dumps(verdict))
-            return verdict
+            decision = _Decision(fault=mine.fault)
+            self._topic.announce(json.dumps(decision))
+            return decision
         # The chief may have to wait for others as long.
         deadline = time.monotonic() + agreement_secs() * (1 if self._is_chief else 2)
         try:
-            text = verdicts.verdict(directory, json.dumps(mine), _judge, deadline)
-        except verdicts.AbsentError as error:
+            text = self._topic.decide(json.dumps(mine), _judge, deadline)
+        except consensus.AbsentError as error:
             raise _absence(error.processes) from None
-        return _Verdict(*json.loads(text))
+        return _Decision(*json.loads(text))
 
     def _broadcast(self, num_bytes: int, parts: Iterable[np.ndarray] = ()) -> np.ndarray:
         """Returns the bytes of the chief, in every process. A collective per 16 MiB.
@@ -203,7 +204,7 @@ class BroadcastRestore:
 
 
 def _judge(texts: Sequence[str]) -> str:
-    """Returns the verdict on the answers: why no process can restore, or who needs the bytes."""
+    """Returns the decision on the answers: why no process can restore, or who needs the bytes."""
     answers = [_Answer(*json.loads(text)) for text in texts]
     chief = answers[0]
     fault: Sequence[Any] | None = None
@@ -224,7 +225,7 @@ def _judge(texts: Sequence[str]) -> str:
     lacking = [i for i, answer in enumerate(answers) if answer.num_bytes is None]
     if lacking and fault is None:
         _logger.info("Sending the checkpoint to processes %s", lacking)
-    return json.dumps(_Verdict(chief.num_bytes if lacking else None, fault))
+    return json.dumps(_Decision(chief.num_bytes if lacking else None, fault))
 
 
 def _fault(error: Exception) -> _Fault:
