@@ -84,7 +84,7 @@ BUDGETS = {
     "strategy": Size(850, 7, 7),
     "training": Size(4755, 29, 57),
     "ps": Size(4220, 32, 97),
-    "tools": Size(3180, 41, 34),
+    "tools": Size(3150, 41, 33),
 }
 
 

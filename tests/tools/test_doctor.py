@@ -111,8 +111,8 @@ def test_exit_status_is_that_of_the_worst_check(
 
 
 def test_probes_print_json_lines(monkeypatch, capsys):
-    monkeypatch.setattr(probes, "run", lambda: iter([{"begins": "it"}, {"name": "it"}]))
-    probes.main()
+    monkeypatch.setattr(probes, "run", lambda secs: iter([{"begins": "it"}, {"name": "it"}]))
+    check_module.main("probes", 0)
     assert capsys.readouterr().out == '{"begins": "it"}\n{"name": "it"}\n'
 
 

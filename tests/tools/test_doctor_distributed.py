@@ -22,6 +22,7 @@ from tests.support.tables import rows
 from tests.support.waiting import wait_until
 
 addresses, distributed, roll_call = inside.doctor_of_jobs()
+Problem = inside.doctor()[0].Problem
 _, child, *_ = inside.doctor()
 _, resolvers = inside.members()
 store = inside.messages()
@@ -218,7 +219,7 @@ def test_an_all_reduce_that_fails_is_a_problem(monkeypatch, subtests):
     for value, (secs, fails) in faults.items():
         monkeypatch.setattr(distributed, "_sums", fails)
         with subtests.test(msg=value):
-            with pytest.raises(distributed._Stop) as stop:
+            with pytest.raises(Problem) as stop:
                 distributed.check_all_reduce(mirror.MultiWorkerMirroredStrategy(), secs)
             (check,) = stop.value.checks
             assert check.state == "problem"
@@ -230,7 +231,7 @@ def test_faults_of_other_processes_are_named(monkeypatch):
     said = [{"fault": ""}, {"fault": "received 1 instead of 2"}]
     monkeypatch.setattr(store, "process_count", lambda: 2)
     monkeypatch.setattr(distributed.consensus, "gather", lambda name, mine, deadline: said)
-    with pytest.raises(distributed._Stop) as stop:
+    with pytest.raises(Problem) as stop:
         distributed.check_all_reduce(mirror.MirroredStrategy(["/cpu:0", "/cpu:1"]), 60)
     (check,) = stop.value.checks
     assert check.found == "process 1: received 1 instead of 2"

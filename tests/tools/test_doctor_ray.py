@@ -38,10 +38,11 @@ def nodes(monkeypatch):
 
 def problem(check, *arguments):
     """Returns the problem that a check stops with."""
-    with pytest.raises(ray_nodes._Stop) as stopped:
+    with pytest.raises(check_module.Problem) as stopped:
         check(*arguments)
-    assert stopped.value.check.state == "problem"
-    return stopped.value.check
+    (found,) = stopped.value.checks
+    assert found.state == "problem"
+    return found
 
 
 def task_node(job, number):

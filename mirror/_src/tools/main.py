@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mirror._src.base import interrupts
@@ -27,16 +27,6 @@ _MODULES = {
     "estimate-memory": "estimate.command",
     "doctor": "doctor.command",
 }
-# What other launchers call the commands and options.
-_ELSEWHERE = {
-    **dict.fromkeys(("run", "torchrun", "exec", "start"), "launch"),
-    **dict.fromkeys(
-        ("-n", "-np", "--nproc_per_node", "--nproc-per-node", "--num_processes", "--num-processes"),
-        "--devices",
-    ),
-    **dict.fromkeys(("--num_gpus", "--num-gpus", "--gpus", "--gpu"), "--devices"),
-    **dict.fromkeys(("--max_restarts", "--max-restarts"), "--restarts"),
-}
 _HOST_DEVICES = "JAX_NUM_CPU_DEVICES"
 _INTERRUPTED = 128 + signal.SIGINT
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -45,13 +35,21 @@ _CLOSED_PIPE = 128 + signal.SIGPIPE  # the status of a program that SIGPIPE ends
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = _Parser(prog="mirror", description="MirroredStrategy for JAX.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
-    commands = add_commands(parser)
+    commands, others = add_commands(parser)
     _complete(parser)
     try:
         try:
-            return _run(parser, commands, sys.argv[1:] if arguments is None else list(arguments))
+            if set(arguments) <= {"--"}:
+                parser.print_help()
+                return 0
+            _require_command(parser, arguments, commands, others)
+            parsed, unknown = parser.parse_known_args(arguments)
+            if unknown:
+                _reject(parsed.parser if "parser" in parsed else parser, unknown, others)
+            return _run(parsed)
         finally:
             sys.stdout.flush()  # here, because Python cannot report a failure at exit
     except KeyboardInterrupt:
@@ -70,17 +68,7 @@ def run_command(command: str, parsed: argparse.Namespace) -> int:
         return module.run(parsed)
 
 
-def _run(parser: argparse.ArgumentParser, commands: list[str], arguments: list[str]) -> int:
-    if set(arguments) <= {"--"}:
-        parser.print_help()
-        return 0
-    # Checked here, with a suggestion; an option before the command has no value.
-    command = next((text for text in arguments if not text.startswith("-")), None)
-    if command is not None and command not in commands:
-        parser.error(f"unknown command {command!r}.{_guess(command, commands)}")
-    parsed, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        _reject(parsed.parser if "parser" in parsed else parser, unknown)
+def _run(parsed: argparse.Namespace) -> int:
     if parsed.command == "completion":
         return _print_completion(parsed.shell)
     if parsed.command == "launch":
@@ -92,19 +80,30 @@ def _run(parser: argparse.ArgumentParser, commands: list[str], arguments: list[s
     return run_command(parsed.command, parsed)
 
 
-def _reject(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
+def _require_command(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str],
+    commands: Sequence[str],
+    others: Mapping[str, str],
+) -> None:
+    """Ends the process if the command does not exist. No option before it has a value."""
+    command = next((text for text in arguments if not text.startswith("-")), None)
+    if command is not None and command not in commands:
+        parser.error(f"unknown command {command!r}.{_guess(command, commands, others)}")
+
+
+def _reject(
+    parser: argparse.ArgumentParser, unknown: Sequence[str], others: Mapping[str, str]
+) -> None:
     """Ends the process because of arguments that the command does not have."""
     options = re.findall(r"--[\w-]+", parser.format_usage())
-    option = unknown[0].partition("=")[0]
-    parser.error(f"unrecognized arguments: {' '.join(unknown)}.{_guess(option, options)}")
+    guess = _guess(unknown[0].partition("=")[0], options, others)
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}.{guess}")
 
 
-def _guess(text: str, known: Iterable[str]) -> str:
-    known = list(known)
-    meant = _ELSEWHERE.get(text)
-    if meant in known:
-        return f" Did you mean {meant}?"
-    close = difflib.get_close_matches(text, known, n=1)
+def _guess(text: str, known: Sequence[str], others: Mapping[str, str]) -> str:
+    meant = others.get(text)
+    close = difflib.get_close_matches(text, known, n=1) if meant not in known else [meant]
     return f" Did you mean {close[0]}?" if close else f" Choose from {', '.join(known)}."
 
 

@@ -32,11 +32,13 @@ def read_commands() -> dict[str, dict[str, Any]]:
     return tomllib.loads(_INSTALL.sub(lambda match: install_command(match[1]), text))
 
 
-def add_commands(parser: argparse.ArgumentParser) -> list[str]:
-    """Adds all commands to the parser, and returns their names."""
+def add_commands(parser: argparse.ArgumentParser) -> tuple[list[str], dict[str, str]]:
+    """Adds all commands; returns their names, and what names in other launchers stand for."""
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     tables = read_commands()
+    others: dict[str, str] = {}
     for name, table in tables.items():
+        others |= dict.fromkeys(table.get("others", ()), name)
         command = commands.add_parser(
             name,
             help=table["summary"],
@@ -48,13 +50,14 @@ def add_commands(parser: argparse.ArgumentParser) -> list[str]:
         command.set_defaults(command=name, parser=command)
         groups: dict[str, Any] = {}  # of options that exclude each other
         for option, details in table["options"].items():
+            others |= dict.fromkeys(details.pop("others", ()), option)
             group = details.pop("group", "")
             if group and group not in groups:
                 groups[group] = command.add_mutually_exclusive_group()
             if "type" in details:
                 details["type"] = _TYPES[details["type"]]
             groups.get(group, command).add_argument(option, **details)
-    return list(tables)
+    return list(tables), others
 
 
 def _positive_int(text: str) -> int:

@@ -1,10 +1,14 @@
-"""`Check`: the result of one check."""
+"""`Check`, the result of one check, and a table of checks that run one after the other."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias, get_args
 
-from mirror._src.base.errors import counted
+from mirror._src.base.errors import counted, first_line
 from mirror._src.base.terminal import paint, wrap
 
 State: TypeAlias = Literal["ok", "warning", "problem"]
@@ -39,6 +43,51 @@ class Check:
         lines = [f"{self.state:<7}  {self.name}: {self.found}"]
         lines += [f"{'':9}{text}" for text in (self.meaning, self.fix) if text]
         return wrap("\n".join(lines), indent=" " * 9)
+
+
+class Problem(Exception):
+    """Ends the checks, because those that follow would fail too, or wait forever."""
+
+    def __init__(self, *checks: Check) -> None:
+        super().__init__(*map(str, checks))
+        self.checks = checks
+
+
+def run_steps(
+    steps: Iterable[tuple[str, Callable[[], Check | Iterable[Check]]]], option: str = ""
+) -> Iterator[dict[str, Any]]:
+    """Runs checks by name; yields a line when one begins, and one with each result.
+
+    With an option of `mirror doctor`, such as `"--ray"`, a check that raises an error is the last.
+    """
+    fix = f"Report it with the output of mirror doctor {option} --report.".replace("  ", " ")
+    for name, step in steps:
+        yield {"begins": name}
+        try:
+            found = step()
+            yield from map(asdict, [found] if isinstance(found, Check) else found)
+        except Problem as problem:
+            yield from map(asdict, problem.checks)
+            return
+        except Exception as error:
+            yield asdict(Check(name, "problem", f"failed: {first_line(error)}", "", fix))
+            if option:
+                return
+
+
+def main(module: str, secs: float) -> None:
+    """Prints the lines of a module of checks, as a subprocess.
+
+    Args:
+        module: `"probes"`, `"distributed"` or `"ray_nodes"`.
+        secs: How long to wait for others in each check.
+    """
+    for line in importlib.import_module(f"mirror._src.tools.doctor.{module}").run(secs):
+        print(json.dumps(line), flush=True)
+    if module == "distributed":
+        # JAX would make the processes wait for each other, also for one that is stuck.
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def worst(checks: Iterable[Check]) -> State:

@@ -20,12 +20,8 @@ _BAD_FLAGS = re.compile(
 )
 _FATAL = re.compile(r"^F\d{4} \S+ +\d+ \S+\] (.*)$", re.MULTILINE)
 _PATH = "import json, sys; sys.path[:] = json.loads(sys.argv[1])"
-_PROBES = "from mirror._src.tools.doctor import probes; probes.main()"
-_DISTRIBUTED = (
-    "from mirror._src.tools.doctor import distributed; distributed.main(float(sys.argv[2]))"
-)
-_RAY = "from mirror._src.tools.doctor import ray_nodes; ray_nodes.main(float(sys.argv[2]))"
-_STAGES = 4  # of `_DISTRIBUTED` that wait for the other processes
+_CHECKS = "from mirror._src.tools.doctor import check; check.main(sys.argv[2], float(sys.argv[3]))"
+_STAGES = 4  # checks that wait for others
 _CPU = "Try JAX_PLATFORMS=cpu: if that works, the cause is the GPUs, their driver or NCCL."
 _OTHERS = "Read the output of the other processes: JAX ends all of them when one has ended."
 _RAY_LOGS = "Read Ray's logs, in /tmp/ray/session_latest/logs."
@@ -61,26 +57,19 @@ def check_in_child(environment: Mapping[str, str]) -> Iterator[Check]:
     yield from findings(probe({**environment, "XLA_FLAGS": " ".join(kept)}))
 
 
-def check_distributed_in_child(environment: Mapping[str, str], secs: float) -> Iterator[Check]:
-    """Yields the results of the checks of a job, which the subprocess joins as this process would.
+def check_others_in_child(
+    module: str, environment: Mapping[str, str], secs: float
+) -> Iterator[Check]:
+    """Yields the results of the checks of a job, or of Ray, which the subprocess joins.
 
     Args:
-        environment: Environment variables, which describe the job.
-        secs: How long to wait for the other processes in each check.
+        module: `"distributed"` or `"ray_nodes"`.
+        environment: Environment variables, which describe the job; `TF_CONFIG` may describe Ray's.
+        secs: How long to wait for the others in each check.
     """
     limit = _STAGES * secs + _DEADLINE_SECS
-    yield from findings(_run_code(_DISTRIBUTED, environment, str(secs), limit=limit), _OTHERS)
-
-
-def check_ray_in_child(environment: Mapping[str, str], secs: float) -> Iterator[Check]:
-    """Yields the results of the checks of Ray, to which the subprocess connects.
-
-    Args:
-        environment: Environment variables; `TF_CONFIG` may describe the cluster.
-        secs: How long to wait for the nodes in each check.
-    """
-    limit = _STAGES * secs + _DEADLINE_SECS
-    yield from findings(_run_code(_RAY, environment, str(secs), limit=limit), _RAY_LOGS)
+    result = _run_code(_CHECKS, environment, module, str(secs), limit=limit)
+    yield from findings(result, _OTHERS if module == "distributed" else _RAY_LOGS)
 
 
 def inventory_in_child(environment: Mapping[str, str]) -> dict[str, Any] | str:
@@ -94,7 +83,7 @@ def inventory_in_child(environment: Mapping[str, str]) -> dict[str, Any] | str:
 
 def probe(environment: Mapping[str, str]) -> ProbeResult:
     """Runs the probes in a subprocess."""
-    return _run_code(_PROBES, environment)
+    return _run_code(_CHECKS, environment, "probes", "0")
 
 
 def _run_code(

@@ -5,17 +5,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TypeAlias
 
 from mirror._src.base import interrupts
 from mirror._src.base.terminal import paint
 from mirror._src.tools.doctor.check import COLORS, Check, summary, worst
 from mirror._src.tools.doctor.child import (
-    check_distributed_in_child,
     check_in_child,
-    check_ray_in_child,
+    check_others_in_child,
     inventory_in_child,
 )
 from mirror._src.tools.doctor.environment import check_environment
@@ -24,7 +22,6 @@ from mirror._src.tools.doctor.versions import check_versions
 from mirror._src.tools.options import FAILED, USAGE_ERROR, report_error
 from mirror._src.tools.versions import installed_versions
 
-CheckOthers: TypeAlias = Callable[[Mapping[str, str], float], Iterator[Check]]
 DEADLINE_SECS = 60  # as `commands.toml` says
 _PRINT_SECS = 1.0
 
@@ -38,11 +35,8 @@ def run(parsed: argparse.Namespace) -> int:
     prints_checks = not (parsed.json or parsed.report)
     if parsed.report:
         print("mirror doctor: collecting the report, some seconds", file=sys.stderr, flush=True)
-    checks_others = check_distributed_in_child if parsed.distributed else None
-    if parsed.ray:
-        checks_others = check_ray_in_child
-    secs = parsed.deadline or DEADLINE_SECS
-    for check in run_checks(versions, checks_others, secs):
+    others = "distributed" if parsed.distributed else "ray_nodes" if parsed.ray else None
+    for check in run_checks(versions, others, parsed.deadline or DEADLINE_SECS):
         interrupts.check()
         checks.append(check)
         if prints_checks:
@@ -66,18 +60,18 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def run_checks(
-    versions: dict[str, str], checks_others: CheckOthers | None = None, secs: float = DEADLINE_SECS
+    versions: dict[str, str], others: str | None = None, secs: float = DEADLINE_SECS
 ) -> Iterator[Check]:
     """Runs all checks, and yields their results.
 
     Args:
         versions: The installed versions by name.
-        checks_others: Checks a job of several processes, or Ray; None checks this process.
+        others: The module that checks a job of several processes, or Ray; None checks this process.
         secs: How long to wait for the others in each check.
     """
     yield from check_versions(versions)
     yield from check_environment(os.environ)
-    if checks_others is None:
+    if others is None:
         yield from check_in_child(os.environ)
     else:
-        yield from checks_others(os.environ, secs)
+        yield from check_others_in_child(others, os.environ, secs)

@@ -4,16 +4,14 @@ Every process runs them, and prints its own findings. After the processes have m
 fails in one of them is a problem in all: otherwise, the others would wait for it.
 """
 
-import json
-import os
+import contextlib
+import functools
 import socket
 import statistics
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,7 +26,7 @@ from mirror._src.engine.per_replica import PerReplica
 from mirror._src.strategy.current_replica import all_reduce
 from mirror._src.strategy.multi_worker import MultiWorkerMirroredStrategy
 from mirror._src.tools.doctor.addresses import address_towards, gloo_address, is_loopback
-from mirror._src.tools.doctor.check import Check
+from mirror._src.tools.doctor.check import Check, Problem, run_steps
 from mirror._src.tools.doctor.roll_call import RollCall, UnreachableError, call_roll
 
 _T = TypeVar("_T")
@@ -46,77 +44,61 @@ _START = (
     "address to mirror.distributed.initialize, which this command cannot see."
 )
 _OUTPUT = "Read the output of this process."
-_REPORT = "Report it with the output of mirror doctor --distributed --report."
 
 
-class _Stop(Exception):
-    """Ends the checks after a problem."""
-
-    def __init__(self, *checks: Check) -> None:
-        self.checks = checks
-
-
-def main(secs: float) -> None:
-    """Prints the lines of `run`, and ends the process without waiting for the others."""
-    for line in run(secs):
-        print(json.dumps(line), flush=True)
-    sys.stdout.flush()
-    # JAX would make the processes wait for each other, also for one that is stuck.
-    os._exit(0)
-
-
-def run(secs: float) -> Iterator[dict[str, object]]:
-    """Yields a line with its name when a check begins, one with its result, and one at the end.
+def run(secs: float) -> Iterator[dict[str, Any]]:
+    """Runs the checks; yields the lines of `run_steps`, and one at the end.
 
     Args:
         secs: How long to wait for the other processes in each check.
     """
-    steps = _steps(secs)
-    name = CLUSTER
-    yield {"begins": name}
-    try:
-        for step in steps:
-            if isinstance(step, str):
-                name = step
-                yield {"begins": name}
-            else:
-                yield asdict(step)
-    except _Stop as stop:
-        for check in stop.checks:
-            yield asdict(check)
-    except Exception as error:
-        yield asdict(Check(name, "problem", f"failed: {first_line(error)}", "", _REPORT))
+    yield from run_steps(_steps(secs), "--distributed")
     yield {"ends": True}
     if store.process_count() > 1:
-        try:  # process 0 is the coordinator, which the others need until here
+        # Process 0 is the coordinator, which the others need until here.
+        with contextlib.suppress(RuntimeError):
             consensus.gather("doctor/end", {}, time.monotonic() + _END_SECS)
-        except RuntimeError:
-            return
 
 
-def _steps(secs: float) -> Iterator[Check | str]:
-    """Yields the checks, and before each one its name."""
-    member, check = find_cluster()
-    yield check
+def _steps(secs: float) -> Iterator[tuple[str, Callable[[], Check | Iterable[Check]]]]:
+    members: list[Membership | None] = []
+    strategies: list[MultiWorkerMirroredStrategy] = []
+
+    def find() -> Check:
+        member, check = find_cluster()
+        members.append(member)
+        return check
+
+    def join() -> Iterable[Check]:
+        try:
+            initialize(initialization_secs=secs, agreement_secs=secs, shutdown_secs=_SHUTDOWN_SECS)
+        except (RuntimeError, ValueError) as error:
+            raise Problem(_of_lines(VERSIONS, error)) from None
+        count = store.process_count()
+        if count == 1:
+            return []
+        place = f"detected by JAX: process {store.process_index()} of {count}"
+        found = [Check(CLUSTER, "ok", place)] if members[0] is None else []
+        return [*found, Check(VERSIONS, "ok", f"equal in all {count} processes")]
+
+    def list_devices() -> Check:
+        try:
+            strategies.append(MultiWorkerMirroredStrategy())
+        except RuntimeError as error:
+            raise Problem(_of_lines(DEVICES, error)) from None
+        return check_devices(strategies[0], secs)
+
+    yield CLUSTER, find
+    member = members[0]
     if member is not None and member.num_processes > 1:
-        yield PROCESSES
-        yield check_processes(member, secs)
-    yield VERSIONS
-    _join(secs)
+        yield PROCESSES, functools.partial(check_processes, member, secs)
+    yield VERSIONS, join
     if store.process_count() > 1:
-        if member is None:
-            yield _cluster_of_jax()
-        yield check_versions()
-        yield ADDRESS
-        yield check_address(_hosts(member, secs))
-    yield DEVICES
-    strategy = _strategy()
-    yield check_devices(strategy, secs)
-    yield ALL_REDUCE
-    yield check_all_reduce(strategy, secs)
+        yield ADDRESS, lambda: check_address(_hosts(member, secs))
+    yield DEVICES, list_devices
+    yield ALL_REDUCE, lambda: check_all_reduce(strategies[0], secs)
     if store.process_count() > 1:
-        yield ROUND_TRIP
-        yield check_round_trip()
+        yield ROUND_TRIP, check_round_trip
 
 
 def find_cluster() -> tuple[Membership | None, Check]:
@@ -125,7 +107,7 @@ def find_cluster() -> tuple[Membership | None, Check]:
         resolver = resolver_of_environment()
         member = None if resolver is None else resolver.membership()
     except (ValueError, TypeError, RuntimeError) as error:
-        raise _Stop(Check(CLUSTER, "problem", first_line(error))) from None
+        raise Problem(Check(CLUSTER, "problem", first_line(error))) from None
     if resolver is None:
         finding = "none in TF_CONFIG or Slurm's variables"
         meaning = "Unless JAX detects one, the process trains alone."
@@ -141,20 +123,15 @@ def find_cluster() -> tuple[Membership | None, Check]:
     return member, Check(CLUSTER, "ok", finding)
 
 
-def _cluster_of_jax() -> Check:
-    place = f"process {store.process_index()} of {store.process_count()}"
-    return Check(CLUSTER, "ok", f"detected by JAX: {place}")
-
-
 def check_processes(member: Membership, secs: float) -> Check:
     """Waits for all processes of the job."""
     try:
         roll = call_roll(member, secs)
     except UnreachableError as error:
-        raise _Stop(_unreachable(member, str(error), secs)) from None
+        raise Problem(_unreachable(member, str(error), secs)) from None
     problems = list(_problems_of(roll, member.num_processes, secs))
     if problems:
-        raise _Stop(*problems)
+        raise Problem(*problems)
     return Check(PROCESSES, "ok", f"all {member.num_processes} have joined")
 
 
@@ -193,24 +170,12 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:_SHOWN])) + (", ..." if len(numbers) > _SHOWN else "")
 
 
-def _join(secs: float) -> None:
-    try:
-        initialize(initialization_secs=secs, agreement_secs=secs, shutdown_secs=_SHUTDOWN_SECS)
-    except (RuntimeError, ValueError) as error:
-        raise _Stop(_of_lines(VERSIONS, error)) from None
-
-
 def _of_lines(name: str, error: Exception) -> Check:
     """Returns the check for an error whose first line says what differs, and whose last the fix."""
     finding, *rest = [line.strip() for line in str(error).splitlines()]
     if len(rest) < 2:
         return Check(name, "problem", " ".join([finding, *rest]), "", _OUTPUT)
     return Check(name, "problem", finding.rstrip(":"), "; ".join(rest[:-1]), rest[-1])
-
-
-def check_versions() -> Check:
-    """The processes have compared them when they joined."""
-    return Check(VERSIONS, "ok", f"equal in all {store.process_count()} processes")
 
 
 def _hosts(member: Membership | None, secs: float) -> list[dict[str, Any]]:
@@ -248,13 +213,6 @@ def check_address(hosts: Sequence[Mapping[str, Any]]) -> Check:
     return Check(ADDRESS, "ok", f"{finding}; {counted(num_machines, 'machine')}")
 
 
-def _strategy() -> MultiWorkerMirroredStrategy:
-    try:
-        return MultiWorkerMirroredStrategy()
-    except RuntimeError as error:
-        raise _Stop(_of_lines(DEVICES, error)) from None
-
-
 def check_devices(strategy: MultiWorkerMirroredStrategy, secs: float) -> Check:
     """Lists the devices of each process."""
     local = strategy.local_devices
@@ -285,7 +243,7 @@ def check_all_reduce(strategy: MultiWorkerMirroredStrategy, secs: float) -> Chec
     if wrong:
         texts = [f"process {i}: {text}" for i, text in list(wrong.items())[:_SHOWN]]
         meaning = "A training step would fail or hang."
-        raise _Stop(Check(ALL_REDUCE, "problem", "; ".join(texts), meaning, _fix(strategy)))
+        raise Problem(Check(ALL_REDUCE, "problem", "; ".join(texts), meaning, _fix(strategy)))
     took = ", ".join(f"{secs * 1e3:.1f} ms for {size}" for size, secs in times.items())
     where = f" of {store.process_count()} processes" if store.process_count() > 1 else ""
     return Check(ALL_REDUCE, "ok", f"correct across {count} devices{where}: {took}")

@@ -1,10 +1,9 @@
 """Checks that start JAX's backend. Any of them may crash, so they run in a subprocess."""
 
-import json
+import functools
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 
@@ -16,7 +15,7 @@ from mirror._src.devices.startup import starting
 from mirror._src.strategy.mirrored import MirroredStrategy
 from mirror._src.tools import devices as inventory
 from mirror._src.tools.builtin_steps import make_builtin_step
-from mirror._src.tools.doctor.check import Check, State
+from mirror._src.tools.doctor.check import Check, Problem, State, run_steps
 from mirror._src.tools.host_devices import NUM_HOST_DEVICES, force_host_devices
 
 BACKEND, POOL, ALL_REDUCE, STEP = "JAX's backend", "host threads", "all-reduce", "training step"
@@ -39,28 +38,25 @@ class BackendInfo(NamedTuple):
     num_threads: int
 
 
-def main() -> None:
-    """Prints a JSON line with its name when a probe begins, and one with its result at the end."""
-    for line in run():
-        print(json.dumps(line), flush=True)
+def run(secs: float = 0.0) -> Iterator[dict[str, Any]]:
+    """Runs the probes; yields the lines of `run_steps`. None of them waits for other processes."""
+    del secs
+    yield from run_steps(_steps())
 
 
-def run() -> Iterator[dict[str, object]]:
-    """Runs the probes, and yields the lines that `main` prints."""
-    yield {"begins": BACKEND}
-    try:
-        info = start()
-        for check in check_backend(info):
-            yield asdict(check)
-    except Exception as error:
-        yield asdict(Check(BACKEND, "problem", first_line(error), "", _START))
-        return
-    for name, probe in PROBES.items():
-        yield {"begins": name}
+def _steps() -> Iterator[tuple[str, Callable[[], Check | Iterable[Check]]]]:
+    started: list[BackendInfo] = []
+
+    def begin() -> Iterable[Check]:
         try:
-            yield asdict(probe(info))
+            started.append(start())
+            return list(check_backend(started[0]))
         except Exception as error:
-            yield asdict(Check(name, "problem", f"failed: {first_line(error)}", "", _REPORT))
+            raise Problem(Check(BACKEND, "problem", first_line(error), "", _START)) from error
+
+    yield BACKEND, begin
+    for name, probe in PROBES.items():
+        yield name, functools.partial(probe, started[0])
 
 
 def start() -> BackendInfo:

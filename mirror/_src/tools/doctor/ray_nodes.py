@@ -1,10 +1,8 @@
 """The checks of `mirror doctor --ray`, in a subprocess that connects to Ray."""
 
-import json
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -21,7 +19,7 @@ from mirror._src.ps.cluster import JOBS, cluster_of, head_address, resource_of
 from mirror._src.ps.ray_actors import import_ray
 from mirror._src.ps.ray_cluster import Connection
 from mirror._src.ps.server import answers
-from mirror._src.tools.doctor.check import Check
+from mirror._src.tools.doctor.check import Check, Problem, run_steps
 
 CLUSTER, TASKS, MACHINES, VERSIONS, CALLS = "cluster", "tasks", "nodes", "versions", "actor calls"
 _PACKAGES = ("ray", "mirror-jax", "jax", "flax", "optax", "numpy", "cloudpickle")
@@ -30,22 +28,8 @@ _CALLS, _SLOW_SECS = 30, 0.02
 _BLOCK = 2**20  # float32
 
 
-class _Stop(Exception):
-    """Ends the checks after a problem."""
-
-    def __init__(self, check: Check) -> None:
-        self.check = check
-
-
-def main(secs: float) -> None:
-    """Prints the lines of `run`."""
-    for line in run(secs):
-        print(json.dumps(line), flush=True)
-    sys.stdout.flush()
-
-
-def run(secs: float) -> Iterator[dict[str, object]]:
-    """Yields a line with its name when a check begins, one with its result, and one at the end.
+def run(secs: float) -> Iterator[dict[str, Any]]:
+    """Runs the checks; yields the lines of `run_steps`, and one at the end.
 
     Args:
         secs: How long to wait for the nodes.
@@ -64,17 +48,7 @@ def run(secs: float) -> Iterator[dict[str, object]]:
         VERSIONS: lambda: check_versions(secs),
         CALLS: lambda: check_calls(secs),
     }
-    for name, step in steps.items():
-        yield {"begins": name}
-        try:
-            yield asdict(step())
-        except _Stop as stop:
-            yield asdict(stop.check)
-            break
-        except Exception as error:
-            fix = "Report it with the output of mirror doctor --ray --report."
-            yield asdict(Check(name, "problem", f"failed: {first_line(error)}", "", fix))
-            break
+    yield from run_steps(steps.items(), "--ray")
     import_ray().shutdown()
     yield {"ends": True}
 
@@ -87,7 +61,7 @@ def spec_of(environment: Mapping[str, str]) -> ClusterSpec | None:
         return cluster_of(TFConfigClusterResolver())
     except (TypeError, ValueError) as error:
         check = Check(CLUSTER, "problem", "TF_CONFIG", first_line(error), "Correct TF_CONFIG.")
-        raise _Stop(check) from error
+        raise Problem(check) from error
 
 
 def check_cluster(spec: ClusterSpec | None, secs: float) -> Check:
@@ -100,12 +74,12 @@ def check_cluster(spec: ClusterSpec | None, secs: float) -> Check:
     while spec is not None and not answers(head_address(spec)):  # Ray would wait for half a minute
         if time.monotonic() > deadline:
             found = f"the head {head_address(spec)} does not answer within {secs:g} s"
-            raise _Stop(Check(CLUSTER, "problem", found, "", fix))
+            raise Problem(Check(CLUSTER, "problem", found, "", fix))
         time.sleep(0.5)
     try:
         Connection(spec)
     except RuntimeError as error:
-        raise _Stop(Check(CLUSTER, "problem", first_line(error), "", fix)) from error
+        raise Problem(Check(CLUSTER, "problem", first_line(error), "", fix)) from error
     where = "started on this machine; TF_CONFIG is not set"
     if spec is not None:
         where = f"of TF_CONFIG, whose head is {head_address(spec)}"
@@ -124,7 +98,7 @@ def check_tasks(spec: ClusterSpec | None, secs: float) -> Check:
             fix = f"Run mirror.distributed.Server(cluster, {missing[0].job!r}, "
             fix += f"{missing[0].number}).join() on its machine, and read its output."
             found = f"{len(missing)} of {len(tasks)} have not joined in {secs:g} s: {names}"
-            raise _Stop(Check(TASKS, "problem", found, "", fix))
+            raise Problem(Check(TASKS, "problem", found, "", fix))
         time.sleep(0.5)
     return Check(TASKS, "ok", f"all {len(tasks)} have joined")
 
@@ -175,7 +149,7 @@ def check_versions(secs: float) -> Check:
         ]
     if problems:
         fix = "Install the same versions on all machines."
-        raise _Stop(Check(VERSIONS, "problem", "; ".join(problems), "", fix))
+        raise Problem(Check(VERSIONS, "problem", "; ".join(problems), "", fix))
     names = ", ".join(f"{name} {own[name]}" for name in ("python", "jax", "ray"))
     return Check(VERSIONS, "ok", f"equal on {counted(len(nodes), 'node')}: {names}")
 
