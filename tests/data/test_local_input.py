@@ -236,7 +236,7 @@ def test_the_number_of_messages_per_step_grows_with_the_processes(subtests):
         with subtests.test(count=count):
             steps, memory = 50, MemoryStore(count)
             memory.run(*[reading(*[1] * steps, root=f"local/{count}/0/0")] * count)
-            # A part and a verdict, each written and read.
+            # A part and a decision, each written and read.
             assert memory.calls <= 4 * count * (steps + 4), memory.calls
 
 

@@ -35,7 +35,7 @@ def test_program_reduces_its_gradients_once(subtests):
 
 
 def test_messages_grow_with_the_processes(subtests):
-    """Each process posts one text and reads one verdict; process 0 reads all texts at once."""
+    """Each process posts one text and reads one decision; process 0 reads all texts at once."""
     for n in [3, 8, 64]:
         with subtests.test(msg=f"{n}"):
             program = scale_messages.agreement_on_program(n)
@@ -74,7 +74,7 @@ def check_process_0_waits_for_few_of_many_processes(n, order, monkeypatch):
 
     def read_all(directory):
         messages.append(directory)
-        return {"0": "0", **{str(i): str(i) for i in come}, "verdict": "not a number"}
+        return {"0": "0", **{str(i): str(i) for i in come}, "decision": "not a number"}
 
     store = inside.messages()
     monkeypatch.setattr(store, "get", read)

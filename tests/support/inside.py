@@ -28,7 +28,7 @@ from mirror._src.base import (
     tracebacks,
 )
 from mirror._src.base.tables import Table
-from mirror._src.cluster import agreement, consensus, hello, resolvers, start, store
+from mirror._src.cluster import agreement, consensus, preflight, resolvers, start, store
 from mirror._src.cluster import cluster as distributed_cluster
 from mirror._src.cluster import failures as distributed_failures
 from mirror._src.cluster import ledger as distributed_ledger
@@ -94,8 +94,8 @@ from mirror._src.tools.doctor import (
     environment,
     probes,
     ray_nodes,
+    rendezvous,
     report,
-    roll_call,
 )
 from mirror._src.tools.doctor import command as doctor_command
 from mirror._src.tools.doctor import distributed as doctor_distributed
@@ -490,9 +490,9 @@ def consensus_of_processes() -> ModuleType:
     return consensus
 
 
-def start_and_hello() -> tuple[ModuleType, ModuleType]:
+def start_and_preflight() -> tuple[ModuleType, ModuleType]:
     """How a process joins a job, and what it says first: a user has one process at a time."""
-    return start, hello
+    return start, preflight
 
 
 def connect(replicas: Any) -> None:
@@ -586,7 +586,7 @@ def doctor() -> tuple[ModuleType, ...]:
 
 def doctor_of_jobs() -> tuple[ModuleType, ...]:
     """The checks of `mirror doctor --distributed`, for hosts and processes with faults."""
-    return addresses, doctor_distributed, roll_call
+    return addresses, doctor_distributed, rendezvous
 
 
 def doctor_of_ray() -> tuple[ModuleType, ModuleType]:

@@ -312,7 +312,7 @@ def test_help_lists_the_exit_statuses_and_a_working_example(capsys, tmp_path, mo
     file = tmp_path / "example.py"
     file.write_text(textwrap.dedent(before) + textwrap.dedent(example))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    contender = measure.Contender(
+    contender = measure.Candidate(
         two := cpu_strategy(2), workload_of(f"{file}:bench", None, False)(two)
     )
     contender.warm_up()

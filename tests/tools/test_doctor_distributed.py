@@ -21,14 +21,14 @@ from tests.support.messages import assert_message, raises
 from tests.support.tables import rows
 from tests.support.waiting import wait_until
 
-addresses, distributed, roll_call = inside.doctor_of_jobs()
+addresses, distributed, rendezvous = inside.doctor_of_jobs()
 Problem = inside.doctor()[0].Problem
 _, child, *_ = inside.doctor()
 _, resolvers = inside.members()
 store = inside.messages()
 ProbeResult, findings = child.ProbeResult, child.findings
-RollCall, UnreachableError = roll_call.RollCall, roll_call.UnreachableError
-call_roll = roll_call.call_roll
+Rendezvous, UnreachableError = rendezvous.Rendezvous, rendezvous.UnreachableError
+meet = rendezvous.meet
 Membership = resolvers.Membership
 
 
@@ -36,18 +36,18 @@ def rolls(*members, port, secs):
     """Returns what the roll call of each process finds; members are pairs of index and count."""
     with ThreadPoolExecutor(len(members)) as pool:
         calls = [
-            pool.submit(call_roll, Membership(f"127.0.0.1:{port}", count, index), secs)
+            pool.submit(meet, Membership(f"127.0.0.1:{port}", count, index), secs)
             for index, count in members
         ]
         return [call.result() for call in calls]
 
 
 ROLLS = {
-    "all": ([(0, 3), (1, 3), (2, 3)], RollCall([], [], [])),
-    "absent": ([(0, 4), (2, 4)], RollCall([1, 3], [], [])),
-    "repeated": ([(0, 3), (1, 3), (1, 3)], RollCall([2], [1], [])),
-    "other count": ([(0, 2), (1, 4)], RollCall([], [], [(1, 4)])),
-    "alone": ([(0, 2)], RollCall([1], [], [])),
+    "all": ([(0, 3), (1, 3), (2, 3)], Rendezvous([], [], [])),
+    "absent": ([(0, 4), (2, 4)], Rendezvous([1, 3], [], [])),
+    "repeated": ([(0, 3), (1, 3), (1, 3)], Rendezvous([2], [1], [])),
+    "other count": ([(0, 2), (1, 4)], Rendezvous([], [], [(1, 4)])),
+    "alone": ([(0, 2)], Rendezvous([1], [], [])),
 }
 ENDS_AT_ONCE = ("all", "other count")
 
@@ -76,7 +76,7 @@ def test_roll_call_leaves_the_port_to_jax():
     for _ in range(3):
         with ThreadPoolExecutor(2) as pool:
             members = [Membership(f"localhost:{port}", 2, i) for i in range(2)]
-            assert list(pool.map(lambda m: call_roll(m, 20), members)) == [RollCall([], [], [])] * 2
+            assert list(pool.map(lambda m: meet(m, 20), members)) == [Rendezvous([], [], [])] * 2
         with socket.create_server(("127.0.0.1", port)):
             pass
 
@@ -85,14 +85,14 @@ def test_roll_call_uses_the_port_that_the_launcher_reserves():
     with processes.tf_configs(2) as (config, _), ThreadPoolExecutor(2) as pool:
         address = json.loads(config)["cluster"]["worker"][0]
         members = [Membership(address, 2, i) for i in range(2)]
-        assert list(pool.map(lambda m: call_roll(m, 20), members)) == [RollCall([], [], [])] * 2
+        assert list(pool.map(lambda m: meet(m, 20), members)) == [Rendezvous([], [], [])] * 2
 
 
 def test_roll_call_says_why_process_0_cannot_be_used():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with raises(UnreachableError, values=[port, "in use"]):
-            call_roll(Membership(f"127.0.0.1:{port}", 2, 0), 1)
+            meet(Membership(f"127.0.0.1:{port}", 2, 0), 1)
 
         def greet():
             with contextlib.suppress(OSError):
@@ -102,12 +102,12 @@ def test_roll_call_says_why_process_0_cannot_be_used():
 
         threading.Thread(target=greet, daemon=True).start()
         with raises(UnreachableError, values="another program"):
-            call_roll(Membership(f"127.0.0.1:{port}", 2, 1), 1)
+            meet(Membership(f"127.0.0.1:{port}", 2, 1), 1)
         other.shutdown(socket.SHUT_RDWR)
     with raises(UnreachableError, values="refused"):
-        call_roll(Membership(f"127.0.0.1:{port}", 2, 1), 0.5)
+        meet(Membership(f"127.0.0.1:{port}", 2, 1), 0.5)
     with raises(UnreachableError, values="not known"):
-        call_roll(Membership("no.such.host.invalid:2222", 2, 1), 0.5)
+        meet(Membership("no.such.host.invalid:2222", 2, 1), 0.5)
 
 
 def is_sent(port, line):
@@ -122,7 +122,7 @@ def test_roll_call_ignores_other_connections():
     (port,) = processes.free_ports(1)
     address = f"127.0.0.1:{port}"
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(call_roll, Membership(address, 2, 0), 30)
+        first = pool.submit(meet, Membership(address, 2, 0), 30)
         for line in (
             b"GET / HTTP/1.1\r\n\r\n",
             b'{"mirror": 3}\n',
@@ -132,15 +132,15 @@ def test_roll_call_ignores_other_connections():
             b"",
         ):
             wait_until(functools.partial(is_sent, port, line))
-        second = pool.submit(call_roll, Membership(address, 2, 1), 30)
-        assert first.result() == second.result() == RollCall([], [], [])
+        second = pool.submit(meet, Membership(address, 2, 1), 30)
+        assert first.result() == second.result() == Rendezvous([], [], [])
 
 
 PROBLEMS = [
-    (RollCall([1, 2], [], []), ["processes 1, 2 of 9", "3 s"]),
-    (RollCall([4], [], []), ["process 4 of 9"]),
-    (RollCall([], [3], []), ["process 3"]),
-    (RollCall([], [], [(2, 8)]), ["process 2 has 8", "has 9"]),
+    (Rendezvous([1, 2], [], []), ["processes 1, 2 of 9", "3 s"]),
+    (Rendezvous([4], [], []), ["process 4 of 9"]),
+    (Rendezvous([], [3], []), ["process 3"]),
+    (Rendezvous([], [], [(2, 8)]), ["process 2 has 8", "has 9"]),
 ]
 
 

@@ -13,7 +13,7 @@ from mirror._src.base.errors import expected, first_line, require_secs
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.cluster import store
 from mirror._src.cluster.failures import Failures
-from mirror._src.cluster.hello import require_same_settings
+from mirror._src.cluster.preflight import require_same_settings
 from mirror._src.cluster.resolvers import (
     ClusterResolver,
     Membership,

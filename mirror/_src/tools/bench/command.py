@@ -10,7 +10,7 @@ from mirror._src.base import interrupts
 from mirror._src.base.errors import counted
 from mirror._src.devices import backend
 from mirror._src.strategy.mirrored import MirroredStrategy
-from mirror._src.tools.bench.measure import Contender, measure
+from mirror._src.tools.bench.measure import Candidate, measure
 from mirror._src.tools.bench.scaling import Scaling
 from mirror._src.tools.bench.workload import MakeWorkload, WorkloadError, workload_of
 from mirror._src.tools.common import print_report, report_step_failure, require_writable
@@ -53,16 +53,16 @@ def _measure(
     devices: tuple[jax.Device, ...],
     counts: tuple[int, ...],
 ) -> Scaling:
-    contenders = []
+    candidates = []
     for count in counts:
         interrupts.check()
         on = counted(count, "device")
         print(f"compiling {parsed.step} for {on}", file=sys.stderr, flush=True)
         strategy = MirroredStrategy(devices[:count])
-        contenders.append(Contender(strategy, make(strategy)))
-        contenders[-1].warm_up()
+        candidates.append(Candidate(strategy, make(strategy)))
+        candidates[-1].warm_up()
     print("measuring and explaining the step", file=sys.stderr, flush=True)
-    return measure(parsed.step, contenders, parsed.steps, parsed.weak)
+    return measure(parsed.step, candidates, parsed.steps, parsed.weak)
 
 
 def _devices(wanted: tuple[int, ...] | None) -> tuple[tuple[jax.Device, ...], tuple[int, ...]]:

@@ -25,7 +25,7 @@ _MOST_EXPLAINED_STEPS = 10
 
 
 @final
-class Contender:
+class Candidate:
     """A workload on the devices of one strategy.
 
     Attributes:
@@ -85,28 +85,28 @@ class Contender:
         return (*self._workload.args, *self._batches.take())
 
 
-def measure(name: str, contenders: Sequence[Contender], steps: int, weak: bool) -> Scaling:
+def measure(name: str, candidates: Sequence[Candidate], steps: int, weak: bool) -> Scaling:
     """Measures how a step scales.
 
     Args:
         name: Name of the step.
-        contenders: The step on an increasing number of devices, warmed up.
+        candidates: The step on an increasing number of devices, warmed up.
         steps: Least number of steps to measure on each; they are spread over ten rounds.
         weak: Whether the batch is the same per replica, rather than in total.
 
     Raises:
         WorkloadError: If the batches differ.
     """
-    _require_same_batch(contenders, weak)
+    _require_same_batch(candidates, weak)
     per_turn = math.ceil(steps / _ROUNDS)
     rounds = math.ceil(steps / per_turn)
     gc.collect()
-    secs = in_turns([functools.partial(c.time_steps, per_turn) for c in contenders], rounds)
+    secs = in_turns([functools.partial(c.time_steps, per_turn) for c in candidates], rounds)
     rows = []
-    for contender, contender_secs in zip(contenders, secs, strict=True):
+    for candidate, candidate_secs in zip(candidates, secs, strict=True):
         interrupts.check()
-        rows.append(contender.row(contender_secs))
-    on_host = backend.type_of(contenders[0].strategy.devices[0]) == "CPU"
+        rows.append(candidate.row(candidate_secs))
+    on_host = backend.type_of(candidates[0].strategy.devices[0]) == "CPU"
     return Scaling(name, weak, rounds * per_turn, on_host, tuple(rows))
 
 
@@ -118,14 +118,14 @@ def _sizes(args: Any) -> tuple[int, ...]:
     return ()
 
 
-def _require_same_batch(contenders: Sequence[Contender], weak: bool) -> None:
+def _require_same_batch(candidates: Sequence[Candidate], weak: bool) -> None:
     """Checks that all times are for the same work.
 
     Raises:
         WorkloadError: If the batches differ.
     """
     total = max if weak else sum
-    sizes = {len(c.strategy.devices): total(c.sizes or (0,)) for c in contenders}
+    sizes = {len(c.strategy.devices): total(c.sizes or (0,)) for c in candidates}
     if weak and not all(sizes.values()):
         raise WorkloadError(
             "--weak requires a batch that is split across the replicas. Return (step, args, data) "

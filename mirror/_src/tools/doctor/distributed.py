@@ -27,7 +27,7 @@ from mirror._src.strategy.current_replica import all_reduce
 from mirror._src.strategy.multi_worker import MultiWorkerMirroredStrategy
 from mirror._src.tools.doctor.addresses import address_towards, gloo_address, is_loopback
 from mirror._src.tools.doctor.check import Check, Problem, run_steps
-from mirror._src.tools.doctor.roll_call import RollCall, UnreachableError, call_roll
+from mirror._src.tools.doctor.rendezvous import Rendezvous, UnreachableError, meet
 
 _T = TypeVar("_T")
 
@@ -126,10 +126,10 @@ def find_cluster() -> tuple[Membership | None, Check]:
 def check_processes(member: Membership, secs: float) -> Check:
     """Waits for all processes of the job."""
     try:
-        roll = call_roll(member, secs)
+        met = meet(member, secs)
     except UnreachableError as error:
         raise Problem(_unreachable(member, str(error), secs)) from None
-    problems = list(_problems_of(roll, member.num_processes, secs))
+    problems = list(_problems_of(met, member.num_processes, secs))
     if problems:
         raise Problem(*problems)
     return Check(PROCESSES, "ok", f"all {member.num_processes} have joined")
@@ -150,18 +150,18 @@ def _unreachable(member: Membership, reason: str, secs: float) -> Check:
     )
 
 
-def _problems_of(roll: RollCall, count: int, secs: float) -> Iterator[Check]:
-    if roll.repeated:
-        finding = f"several processes are process {_listed(roll.repeated)}"
+def _problems_of(met: Rendezvous, count: int, secs: float) -> Iterator[Check]:
+    if met.repeated:
+        finding = f"several processes are process {_listed(met.repeated)}"
         fix = "Give every process its own index, such as the task in TF_CONFIG."
         yield Check(PROCESSES, "problem", finding, "", fix)
-    if roll.other_counts:
-        texts = [f"process {i} has {n} processes" for i, n in roll.other_counts[:_SHOWN]]
+    if met.other_counts:
+        texts = [f"process {i} has {n} processes" for i, n in met.other_counts[:_SHOWN]]
         finding = f"process 0 has {count} processes in its cluster, but {', '.join(texts)}"
         yield Check(PROCESSES, "problem", finding, "", "Give every process the same cluster.")
-    if roll.absent:
-        whose = "process" if len(roll.absent) == 1 else "processes"
-        finding = f"{whose} {_listed(roll.absent)} of {count} did not join within {secs:g} s"
+    if met.absent:
+        whose = "process" if len(met.absent) == 1 else "processes"
+        finding = f"{whose} {_listed(met.absent)} of {count} did not join within {secs:g} s"
         fix = "Start every process at about the same time; their output says what they do. "
         yield Check(PROCESSES, "problem", finding, "", f"{fix}--deadline waits longer.")
 

@@ -1,4 +1,4 @@
-"""The roll call of `mirror doctor --distributed`: which processes of a job have joined?
+"""The rendezvous of `mirror doctor --distributed`: which processes of a job have joined?
 
 JAX aborts a process whose job is not complete in time, and does not say who is missing. So before
 JAX joins the processes, process 0 listens on the port of the coordinator, which JAX takes next, and
@@ -22,7 +22,7 @@ _MARGIN_SECS = 5.0  # for the answer of process 0, which may have started later
 _LONGEST_LINE = 2**16
 
 
-class RollCall(NamedTuple):
+class Rendezvous(NamedTuple):
     """The processes that have joined; the same in all of them.
 
     Attributes:
@@ -40,7 +40,7 @@ class UnreachableError(Exception):
     """Raised if process 0 cannot listen, or cannot be reached."""
 
 
-def call_roll(member: Membership, secs: float) -> RollCall:
+def meet(member: Membership, secs: float) -> Rendezvous:
     """Waits until all processes have joined, or for some seconds.
 
     Raises:
@@ -53,28 +53,28 @@ def call_roll(member: Membership, secs: float) -> RollCall:
     return _answer(host.strip("[]"), int(port), member, deadline)
 
 
-def _listen(port: int, member: Membership, deadline: float) -> RollCall:
+def _listen(port: int, member: Membership, deadline: float) -> Rendezvous:
     try:
         server = _server(port)
     except OSError as error:
         raise UnreachableError(f"port {port} cannot be used: {error.strerror}") from None
-    come: dict[int, list[int]] = {0: [member.num_processes]}  # process: its numbers of processes
+    arrived: dict[int, list[int]] = {0: [member.num_processes]}  # process: its numbers of processes
     with server, contextlib.ExitStack() as stack:
         server.settimeout(_RETRY_SECS)
         connections = []
-        while time.monotonic() < deadline and len(come) < member.num_processes:
+        while time.monotonic() < deadline and len(arrived) < member.num_processes:
             with contextlib.suppress(TimeoutError):
                 connection, _ = server.accept()
                 stack.enter_context(connection)
                 greeting = _read(connection, time.monotonic() + _GREETING_SECS)
                 match greeting:
                     case {"process": int(process), "of": int(count)}:
-                        come.setdefault(process, []).append(count)
+                        arrived.setdefault(process, []).append(count)
                         connections.append(connection)
-        found = RollCall(
-            [i for i in range(member.num_processes) if i not in come],
-            [i for i, counts in come.items() if len(counts) > 1],
-            [(i, n) for i, ns in come.items() for n in ns if n != member.num_processes],
+        found = Rendezvous(
+            [i for i in range(member.num_processes) if i not in arrived],
+            [i for i, counts in arrived.items() if len(counts) > 1],
+            [(i, n) for i, ns in arrived.items() for n in ns if n != member.num_processes],
         )
         for connection in connections:
             with contextlib.suppress(OSError):
@@ -106,7 +106,7 @@ def _is_served(port: int) -> bool:
     return False
 
 
-def _answer(host: str, port: int, member: Membership, deadline: float) -> RollCall:
+def _answer(host: str, port: int, member: Membership, deadline: float) -> Rendezvous:
     reason = "no time was left"
     while (left := deadline - time.monotonic()) > 0:
         try:
@@ -115,7 +115,7 @@ def _answer(host: str, port: int, member: Membership, deadline: float) -> RollCa
                 answer = _read(connection, deadline + _MARGIN_SECS)
             if answer is not None:
                 counts = [(int(i), int(n)) for i, n in answer["other_counts"]]
-                return RollCall(answer["absent"], answer["repeated"], counts)
+                return Rendezvous(answer["absent"], answer["repeated"], counts)
             reason = "another program answers, or process 0 has ended"
         except OSError as error:
             reason = error.strerror or str(error)

@@ -1,4 +1,4 @@
-"""The first messages of a job: do all processes have the same versions, settings and devices?"""
+"""Compared at the start of a job: do all processes have the same versions, settings and devices?"""
 
 import importlib.metadata
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ def require_same_settings(deadline: float) -> None:
     mine = {"mirror": __version__, **{name: _version(name) for name in _PACKAGES}}
     mine |= {name: str(jax.config.values.get(name)) for name in _OPTIONS}
     _require_equal(
-        gather("hello", mine, deadline),
+        gather("preflight", mine, deadline),
         "The processes have different versions or settings",
         "Install the same versions on all machines, and set the same options of jax.config.",
     )
