@@ -1048,6 +1048,22 @@ _OF_DATA = (
         ("tests/data/test_local_input.py",),
         likely="error_of_one_process",
     ),
+    Fault(
+        "a failure of a process for which the others still wait",
+        "mirror/_src/cluster/consensus.py",
+        "if failed is not None and failed[0] != store.process_index():",
+        "if False:",
+        ("tests/data/test_local_input.py",),
+        likely="error_in_another_place",
+    ),
+    Fault(
+        "decisions that are never deleted",
+        "mirror/_src/cluster/consensus.py",
+        "for old in range(self._oldest, number):",
+        "for old in range(0):",
+        ("tests/data/test_local_input.py",),
+        likely="does_not_grow",
+    ),
 )
 
 _GENERATOR = ("tests/laws/test_training_generator.py",)
@@ -1797,6 +1813,14 @@ _OF_COMMANDS = (
         "if True else []",
         ("tests/tools/test_launch.py",),
         likely="environment_has",
+    ),
+    Fault(
+        "an import of mirror that brings JAX",
+        "mirror/__init__.py",
+        "_make_lazy()\n\nif",
+        "_make_lazy()\nimport jax as _jax\n\nif",
+        ("tests/laws/test_structure.py",),
+        likely="without_jax",
     ),
     Fault(
         "an interrupt whose exit status is 0",
