@@ -115,6 +115,7 @@ class FitLoop:
         self.empty: frozenset[str] = frozenset()
         self.thread = threading.get_ident()
         self.last_batch: PaddedBatch | None = None
+        self.is_complete = False
         self._runner, self._validate = runner, validate
         self._limit = steps_per_epoch
         self._stream = Stream(data)
@@ -209,6 +210,7 @@ class FitLoop:
                     self._end_epoch({} if self._validate is None else self._validate(num_trained))
             self._runner.synchronize()
             self._must_stop()
+            self.is_complete = True  # also if the callbacks fail to end
 
     @contextlib.contextmanager
     def _ends_synchronized(self) -> Iterator[None]:

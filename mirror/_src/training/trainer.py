@@ -397,7 +397,6 @@ class Trainer(Generic[M]):
         self._last_size = padded.last_size if steps_per_epoch is None else None
         with self._watched(), self._running(loop):
             loop.run(self._train)
-        self._resumes = False
         return loop.history
 
     def _validate(self, validation: Validation, num_trained: int) -> dict[str, float]:
@@ -737,6 +736,7 @@ class Trainer(Generic[M]):
             yield
         finally:
             self._loop = None
+            self._resumes = self._resumes and not loop.is_complete
 
     def _lowered_text(self) -> str:
         """Returns the program of the last step."""
