@@ -28,7 +28,7 @@ resource_of, task_of, answers = (
     cluster_module.task_of,
     server_module.answers,
 )
-ClusterSpec, Task = cluster_module.ClusterSpec, cluster_module.Task
+ClusterSpec, ClusterTask = cluster_module.ClusterSpec, cluster_module.ClusterTask
 
 CLUSTER = {"chief": ["c:1"], "ps": ["p:1", "p:2"], "worker": ["w:1", "w:2"]}
 
@@ -85,8 +85,8 @@ def test_options_are_checked(subtests):
 def test_head_is_the_chief_or_the_first_server():
     assert head_address(cluster_of(CLUSTER)) == "c:1"
     without = cluster_of({"ps": {3: "p:3", 5: "p:5"}, "worker": ["w:1"]})
-    assert (head_of(without), head_address(without)) == (Task("ps", 3), "p:3")
-    assert resource_of(Task("worker", 1)) == "mirror:worker:1"
+    assert (head_of(without), head_address(without)) == (ClusterTask("ps", 3), "p:3")
+    assert resource_of(ClusterTask("worker", 1)) == "mirror:worker:1"
 
 
 def test_resolver_knows_cluster_and_task(monkeypatch):
@@ -94,9 +94,9 @@ def test_resolver_knows_cluster_and_task(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": CLUSTER, "task": task}))
     resolver = TFConfigClusterResolver()
     assert cluster_of(resolver) == ClusterSpec(CLUSTER)
-    assert task_of(resolver, None, None) == Task("worker", 1)
-    assert task_of(resolver, "ps", 0) == Task("ps", 0)
-    assert task_of(SimpleClusterResolver(CLUSTER, "ps", 1), None, None) == Task("ps", 1)
+    assert task_of(resolver, None, None) == ClusterTask("worker", 1)
+    assert task_of(resolver, "ps", 0) == ClusterTask("ps", 0)
+    assert task_of(SimpleClusterResolver(CLUSTER, "ps", 1), None, None) == ClusterTask("ps", 1)
 
 
 def test_resolver_without_a_cluster_is_rejected(monkeypatch):

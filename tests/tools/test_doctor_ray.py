@@ -46,7 +46,8 @@ def problem(check, *arguments):
 
 
 def task_node(job, number):
-    return Node(f"{job}{number}", **{ray_names.resource_of(distributed.Task(job, number)): 1.0})
+    resource = ray_names.resource_of(distributed.ClusterTask(job, number))
+    return Node(f"{job}{number}", **{resource: 1.0})
 
 
 def test_missing_ray_is_a_problem_with_the_command(monkeypatch):
@@ -97,9 +98,8 @@ def test_missing_tasks_are_named_with_addresses(nodes):
     assert "host3:1" in check.found
     assert "host2:1" not in check.found
     assert "'worker', 1" in check.fix
-    nodes.append(
-        Node("gone", alive=False, **{ray_names.resource_of(distributed.Task("worker", 1)): 1.0})
-    )
+    resource = ray_names.resource_of(distributed.ClusterTask("worker", 1))
+    nodes.append(Node("gone", alive=False, **{resource: 1.0}))
     problem(ray_nodes.check_tasks, SPEC, 0)
     nodes.append(task_node("worker", 1))
     assert ray_nodes.check_tasks(SPEC, 0) == check_module.Check("tasks", "ok", "all 4 have joined")

@@ -13,7 +13,7 @@ Tasks: TypeAlias = Sequence[str] | Mapping[int, str]
 Jobs: TypeAlias = Mapping[str, Tasks]
 
 
-class Task(NamedTuple):
+class ClusterTask(NamedTuple):
     """One process of a cluster.
 
     Attributes:
@@ -112,10 +112,10 @@ class ClusterSpec:
         """
         return list(self._of(job_name).values())
 
-    def training_tasks(self) -> list[tuple[Task, str]]:
+    def training_tasks(self) -> list[tuple[ClusterTask, str]]:
         """Returns the tasks that train, the chief first, with their addresses."""
         return [
-            (Task(job, index), address)
+            (ClusterTask(job, index), address)
             for job in TRAINING_JOBS
             for index, address in self._jobs.get(job, {}).items()
         ]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 
 from mirror._src.base.errors import expected, require_int
 from mirror._src.base.modules import set_module
-from mirror._src.cluster.cluster import ClusterSpec, Jobs, Task
+from mirror._src.cluster.cluster import ClusterSpec, ClusterTask, Jobs
 
 _EXAMPLE = (
     """{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", """
@@ -82,7 +82,7 @@ class ClusterResolver(abc.ABC):
         if not spec:
             return None
         index = self.task_id
-        me = Task(str(self.task_type), -1 if index is None else index)
+        me = ClusterTask(str(self.task_type), -1 if index is None else index)
         if me.job == "evaluator":
             return None
         if me.job == "ps" or "ps" in spec.jobs:
@@ -128,7 +128,7 @@ class SimpleClusterResolver(ClusterResolver):
             raise TypeError(expected("task_type", task_type, "a string, such as 'worker'"))
         require_int("task_id", task_id, 0)
         self._spec = ClusterSpec(cluster_spec)
-        self._task = Task(task_type, int(task_id))
+        self._task = ClusterTask(task_type, int(task_id))
 
     def cluster_spec(self) -> ClusterSpec:
         """See `ClusterResolver.cluster_spec`."""

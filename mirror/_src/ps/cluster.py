@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mirror._src.base.errors import expected
-from mirror._src.cluster.cluster import ClusterSpec, Jobs, Task
+from mirror._src.cluster.cluster import ClusterSpec, ClusterTask, Jobs
 from mirror._src.cluster.resolvers import ClusterResolver
 
 JOBS = ("chief", "ps", "worker")
@@ -51,14 +51,14 @@ def cluster_of(cluster: ClusterSpec | Jobs | ClusterResolver | Any) -> ClusterSp
     return spec
 
 
-def head_of(spec: ClusterSpec) -> Task:
+def head_of(spec: ClusterSpec) -> ClusterTask:
     """Returns the task whose node is the head of the Ray cluster: the chief, or the first server.
 
     >>> str(head_of(mirror.distributed.ClusterSpec({"ps": ["a:2222"], "worker": ["b:2222"]})))
     'ps 0'
     """
     job = "chief" if "chief" in spec.jobs and spec.num_tasks("chief") else "ps"
-    return Task(job, spec.task_indices(job)[0])
+    return ClusterTask(job, spec.task_indices(job)[0])
 
 
 def head_address(spec: ClusterSpec) -> str:
@@ -66,11 +66,11 @@ def head_address(spec: ClusterSpec) -> str:
     return spec.task_address(*head_of(spec))
 
 
-def resource_of(task: Task) -> str:
+def resource_of(task: ClusterTask) -> str:
     """Returns the name of the Ray resource that the node of a task has one of.
 
-    >>> from mirror._src.cluster.cluster import Task
-    >>> resource_of(Task("ps", 0))
+    >>> from mirror._src.cluster.cluster import ClusterTask
+    >>> resource_of(ClusterTask("ps", 0))
     'mirror:ps:0'
     """
     return f"mirror:{task.job}:{task.number}"
@@ -78,7 +78,7 @@ def resource_of(task: Task) -> str:
 
 def task_of(
     cluster: ClusterSpec | Jobs | ClusterResolver, job_name: str | None, task_index: int | None
-) -> Task:
+) -> ClusterTask:
     """Returns the task of this process: of the arguments, or of the resolver.
 
     Raises:
@@ -99,7 +99,7 @@ def task_of(
             "program that reads its checkpoints: mirror.load_checkpoint."
         )
     cluster_of(cluster).task_address(job_name, task_index)
-    return Task(job_name, task_index)
+    return ClusterTask(job_name, task_index)
 
 
 def token_variables() -> dict[str, str]:

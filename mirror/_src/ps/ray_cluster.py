@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, final
 
 from mirror._src.base.errors import first_line
-from mirror._src.cluster.cluster import ClusterSpec, Task
+from mirror._src.cluster.cluster import ClusterSpec, ClusterTask
 from mirror._src.ps.cluster import TOKEN, head_address, head_of, resource_of, token_variables
 from mirror._src.ps.ray_actors import import_ray
 from mirror._src.ps.server import Server, answers
@@ -34,7 +34,7 @@ class Demand(NamedTuple):
         options: Options of Ray: `num_cpus`, `num_gpus`, `memory`, `resources`, and others.
     """
 
-    task: Task
+    task: ClusterTask
     options: Mapping[str, Any]
 
     @property
@@ -59,7 +59,7 @@ def demands(
     """
     found = []
     for index in range(count) if spec is None else spec.task_indices(job):
-        task, own = Task(job, index), {"num_cpus": 0, **options}
+        task, own = ClusterTask(job, index), {"num_cpus": 0, **options}
         if spec is not None:
             own["resources"] = {**own.get("resources", {}), resource_of(task): _PIN}
         found.append(Demand(task, own))

@@ -13,7 +13,7 @@ import numpy as np
 
 from mirror._src.base.errors import bytes_in_words, counted, first_line
 from mirror._src.base.optional import describe_missing
-from mirror._src.cluster.cluster import ClusterSpec, Task
+from mirror._src.cluster.cluster import ClusterSpec, ClusterTask
 from mirror._src.cluster.resolvers import TFConfigClusterResolver
 from mirror._src.ps.cluster import JOBS, cluster_of, head_address, resource_of
 from mirror._src.ps.ray_actors import import_ray
@@ -90,7 +90,8 @@ def check_tasks(spec: ClusterSpec | None, secs: float) -> Check:
     """Checks that the node of every server and worker has joined."""
     if spec is None:
         return Check(TASKS, "ok", "any node can run servers and workers")
-    tasks = [Task(job, i) for job in JOBS if job in spec.jobs for i in spec.task_indices(job)]
+    jobs = [job for job in JOBS if job in spec.jobs]
+    tasks = [ClusterTask(job, i) for job in jobs for i in spec.task_indices(job)]
     deadline = time.monotonic() + secs
     while missing := [task for task in tasks if not _has(resource_of(task))]:
         if time.monotonic() > deadline:
