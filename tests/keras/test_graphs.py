@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support import packages
+from tests.support import inside, packages
 from tests.support.keras_models import MARKS, assert_close, compiled, digits, keras, numbers
 from tests.support.strategies import cpu_strategy
 from tests.support.tables import mostly_slow
@@ -54,6 +54,26 @@ def of_names():
     left, right = features()
     both = keras.layers.concatenate([left, right])
     return keras.Model({"left": left, "right": right}, classes()(both))
+
+
+def pooled():
+    layers = [keras.Input((8, 8, 1)), keras.layers.Conv2D(4, 3), keras.layers.MaxPool2D()]
+    return keras.Sequential([*layers, keras.layers.Flatten(), classes()])
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_slow_operations_are_replaced_as_in_other_steps(num_devices, monkeypatch):
+    x, y = digits()
+    batch = (x[:16].reshape(16, 8, 8, 1), y[:16], None)
+    texts = {}
+    for setting in ("", "xla"):
+        monkeypatch.setenv("MIRROR_LOWERING", setting)
+        with cpu_strategy(num_devices).scope():
+            model = compiled(pooled)
+        model.fit(*batch[:2], batch_size=16, verbose=0)
+        texts[setting] = inside.lowered_keras_step(model, batch)
+    assert "select_and_scatter" in texts["xla"]
+    assert "select_and_scatter" not in texts[""]
 
 
 def with_shared_layers():

@@ -228,14 +228,13 @@ def test_step_is_split_over_the_devices():
     class Spy(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
             nonlocal made
-            made = self.model.train_function.made
+            made = self.model.train_function.compiled
 
-            def spied(state, iterator):
-                (batch,) = iterator
+            def spied(state, batch):
                 seen.append([leaf.sharding.shard_shape(leaf.shape)[0] for leaf in batch[:2]])
-                return made(state, iter([batch]))
+                return made(state, batch)
 
-            self.model.train_function.made = spied
+            self.model.train_function.compiled = spied
 
     x, y = digits()
     model.fit(x[:100], y[:100], batch_size=64, verbose=0, callbacks=[Spy()])

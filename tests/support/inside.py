@@ -147,6 +147,18 @@ def compiled_programs() -> ModuleType:
     return compiled
 
 
+def lowered_keras_step(model: Any, batch: Any) -> str:
+    """The program of a model's training step: Keras shows its results alone."""
+    groups = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.optimizer.variables,
+        model.metrics_variables,
+    )
+    state = tuple([variable.value for variable in group] for group in groups)
+    return jax.jit(model.train_function.compiled).lower(state, batch).as_text()
+
+
 def messages() -> ModuleType:
     """The module for messages between processes: users send none."""
     return store

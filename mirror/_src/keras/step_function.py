@@ -15,6 +15,7 @@ from mirror._src.devices.launch import is_needed, launch
 from mirror._src.devices.launches import Described
 from mirror._src.keras.batches import BatchPlacer
 from mirror._src.keras.owners import Owner
+from mirror._src.passes.lower.table import lowered, rules_for
 
 
 class _Loops(threading.local):
@@ -85,6 +86,10 @@ class StepFunction:
         self._steps = int(model.steps_per_execution)
         self._joins_outputs = kind == "predict"
         self._is_compiled = bool(model.jit_compile) and not model.run_eagerly
+        rules = rules_for(replicas) if self._is_compiled else {}
+        # What Keras has compiled becomes a part of the program that the pass `lower` rewrites.
+        step = lowered(self._made_step, rules)
+        self.compiled = jax.jit(step, donate_argnums=0) if rules else step
         self._is_bounded = replicas.on_host and is_needed()
         self._launched: set[Hashable] = set()
         self._mirroring: set[Hashable] = set()
@@ -118,7 +123,7 @@ class StepFunction:
         if not self._is_compiled:
             if self._is_bounded:
                 eager_work.bound_eager_work()
-            return self.made(state, iter((batch,)))
+            return self._made_step(state, batch)
         leaves, treedef = jax.tree.flatten(batch)
         # Types of batches identify the programs that JAX compiles: the state keeps its types.
         program = (treedef, *[(leaf.shape, leaf.dtype) for leaf in leaves])
@@ -137,9 +142,12 @@ class StepFunction:
             jax.block_until_ready(state)
         return results, self._returned(state, program, follows=follows)
 
+    def _made_step(self, state: PyTree, batch: PyTree) -> Any:
+        return self.made(state, iter((batch,)))
+
     def _run(self, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, Any]:
         """Launches the step; the last result is ready when it has finished, and never donated."""
-        results, state = self.made(state, iter((batch,)))
+        results, state = self.compiled(state, batch)
         arrays = (leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array))
         return results, state, next(arrays, None)
 

@@ -78,8 +78,7 @@ def verify_model(
         Difference(f"logs[{name!r}]", relative_difference(np.asarray(logs[name]), value))
         for name, value in expected_logs.items()
     ]
-    for variable, *values in zip(variables, after, expected_after, before, strict=True):
-        new, wanted, old = values
+    for variable, new, wanted, old in zip(variables, after, expected_after, before, strict=True):
         if not (np.array_equal(new, old) and np.array_equal(wanted, old)):
             rows.append(Difference(variable.path, relative_difference(new, wanted)))
     rtol = rtol_of(compute_dtypes(model)) if rtol is None else rtol

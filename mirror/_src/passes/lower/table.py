@@ -5,8 +5,10 @@ measured for. `MIRROR_LOWERING=xla` switches the table off; it is read when a st
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
+
+import jax
 
 from mirror._src.base.errors import expected
 from mirror._src.devices import backend
@@ -39,8 +41,22 @@ def rules_for(replicas: ReplicaDevices) -> Rules:
     return {} if setting() == "xla" else table
 
 
-def lowered(fn: Callable[..., Sequence[Any]], rules: Rules) -> Callable[..., Sequence[Any]]:
-    """Returns a function whose operations are replaced by rules, after it is traced."""
+def lowered(fn: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
+    """Returns a function of pytrees whose operations are replaced by rules, after it is traced."""
     if not rules:
         return fn
-    return lambda *leaves: Lowering({}, rules).call(trace_inside(fn, leaves), leaves)
+
+    def with_rules(*args: Any) -> Any:
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(args)
+        structures: list[Any] = []
+
+        def flat(*leaves: Any) -> list[Any]:
+            results, structure = jax.tree.flatten(fn(*treedef.unflatten(leaves)))
+            structures.append(structure)
+            return results
+
+        results = Lowering({}, rules).call(trace_inside(flat, leaves), leaves)
+        return structures[0].unflatten(results)
+
+    return with_rules
