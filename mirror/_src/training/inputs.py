@@ -231,7 +231,7 @@ class Stream:
         self._batches: Any = None
         self._rest: PaddedBatch | None = None
 
-    def next_launch(self, number: int, most: int | None) -> PaddedBatch | None:
+    def next_batch(self, number: int, most: int | None) -> PaddedBatch | None:
         """Returns the next launch, or None at the end of the pass.
 
         Args:
@@ -242,10 +242,10 @@ class Stream:
         if self._batches is None:
             self._data.set_epoch(number)
             self._batches = iter(self._data)
-        launch, self._rest = self._rest or next(self._batches, None), None
-        if launch is not None and most is not None and most < launch.num_batches:
-            launch, self._rest = launch.split(most)
-        return launch
+        batch, self._rest = self._rest or next(self._batches, None), None
+        if batch is not None and most is not None and most < batch.num_batches:
+            batch, self._rest = batch.split(most)
+        return batch
 
     def close(self) -> None:
         """Ends the pass and releases the data."""

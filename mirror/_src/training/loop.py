@@ -315,11 +315,11 @@ class FitLoop:
         while limit is None or position.epoch_step < limit:
             most = None if limit is None else limit - position.epoch_step
             with interrupts.immediate():
-                launch = self._stream.next_launch(position.passes, most)
-            if launch is not None:
+                batch = self._stream.next_batch(position.passes, most)
+            if batch is not None:
                 if not self._may_launch():
                     return
-                yield launch
+                yield batch
             elif not position.samples:
                 raise ValueError(NO_DATA)
             elif limit is None:
@@ -331,14 +331,14 @@ class FitLoop:
         self.position.next_pass()
         self._stream.close()
 
-    def _after_step(self, launch: PaddedBatch, sums: Sums) -> None:
+    def _after_step(self, batch: PaddedBatch, sums: Sums) -> None:
         """Counts a launch, and calls `on_step` of the callbacks."""
         self.metrics = tuple(in_order(sums.totals))
-        self.position.advance(launch.num_batches, launch.num_examples, sums)
+        self.position.advance(batch.num_batches, batch.num_examples, sums)
         if self._keeps_batches is None:  # to find NaN in them; large ones would need memory
-            self._keeps_batches = bytes_of(launch) <= _MOST_KEPT_BYTES
+            self._keeps_batches = bytes_of(batch) <= _MOST_KEPT_BYTES
         if self._keeps_batches:
-            self._batches.append((self.position.step, launch))
+            self._batches.append((self.position.step, batch))
         self._call("on_step")
 
     def collect(self, *, running: int = 0) -> None:
@@ -368,7 +368,7 @@ class FitLoop:
                 "gradient 0. Omit batches whose weights are all 0."
             )
         else:
-            kept = next((launch for number, launch in self._batches if number == step), None)
+            kept = next((batch for number, batch in self._batches if number == step), None)
             data = "" if kept is None else wrong_numbers(kept)
             labels = None if kept is None else labels_in(kept)
             message = (

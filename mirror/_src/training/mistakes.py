@@ -169,16 +169,16 @@ def warn_of_random_order(data: Any) -> None:
     )
 
 
-def bytes_of(launch: PaddedBatch) -> int:
+def bytes_of(padded: PaddedBatch) -> int:
     """Returns the size of the arrays of a launch."""
-    return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(launch.batch))
+    return sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(padded.batch))
 
 
-def wrong_numbers(launch: PaddedBatch) -> str:
+def wrong_numbers(padded: PaddedBatch) -> str:
     """Returns a sentence about NaN and infinite numbers in the data of a launch, or ""."""
     with suppress(Exception):  # the devices of other processes
-        mask = np.asarray(launch.mask.stacked)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(launch.batch)[0]:
+        mask = np.asarray(padded.mask.stacked)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(padded.batch)[0]:
             values = np.asarray(leaf)
             if not jnp.issubdtype(values.dtype, jnp.inexact):
                 continue
@@ -196,11 +196,11 @@ def wrong_numbers(launch: PaddedBatch) -> str:
     return ""
 
 
-def labels_in(launch: PaddedBatch) -> str | None:
+def labels_in(padded: PaddedBatch) -> str | None:
     """Returns how to check the labels of a launch, or None if it is unclear which they are."""
     with suppress(Exception):  # the devices of other processes
-        mask = np.asarray(launch.mask.stacked)
-        leaves = jax.tree_util.tree_flatten_with_path(launch.batch, is_leaf=is_per_replica)[0]
+        mask = np.asarray(padded.mask.stacked)
+        leaves = jax.tree_util.tree_flatten_with_path(padded.batch, is_leaf=is_per_replica)[0]
         arrays = [(path, np.asarray(leaf.stacked)) for path, leaf in leaves]
         ((path, values),) = [
             (path, values)

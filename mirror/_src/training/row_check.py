@@ -54,7 +54,7 @@ class RowCheck:
         self._known: list[tuple[Any, Mixing]] = []
         self._warned: set[str] = set()
 
-    def require_separate_pieces(self, step: Step, model: Any, launch: PaddedBatch) -> None:
+    def require_separate_pieces(self, step: Step, model: Any, padded: PaddedBatch) -> None:
         """Checks that rows of one piece do not depend on rows of others; once for each shape.
 
         A layer may compute batch statistics over the examples of a piece, with one warning.
@@ -62,10 +62,10 @@ class RowCheck:
         Raises:
             ValueError: If another operation looks across rows.
         """
-        key = tuple((np.shape(x)[1:], x.dtype) for x in _leaves(launch))
+        key = tuple((np.shape(x)[1:], x.dtype) for x in _leaves(padded))
         if self._num_pieces == 1 or key in self._separate:
             return
-        mixing = self._mixing(step, model, launch)
+        mixing = self._mixing(step, model, padded)
         others = [place for place in mixing.mixed if not place.is_statistics]
         if others:
             raise ValueError(
@@ -88,7 +88,7 @@ class RowCheck:
         self,
         step: Step,
         model: Any,
-        launch: PaddedBatch,
+        padded: PaddedBatch,
         num_pieces: int = 1,
         *,
         changes_state: bool = False,
@@ -101,48 +101,48 @@ class RowCheck:
         Args:
             step: The step to check.
             model: First argument of the step.
-            launch: Batches, perhaps with padding.
+            padded: Batches, perhaps with padding.
             num_pieces: Number of pieces into which the step splits the batch of a replica.
             changes_state: Whether the step changes the model, and not only computes rows.
 
         Raises:
             ValueError: If padding would change results, and is needed.
         """
-        if not is_padded(launch):
-            return [launch]
-        mixing = self._mixing(step, model, launch, only_rows=not changes_state)
-        n, rows = _shape(launch)[0], _shape(launch)[-1]
-        sizes = launch.sizes or (launch.num_examples,)
+        if not is_padded(padded):
+            return [padded]
+        mixing = self._mixing(step, model, padded, only_rows=not changes_state)
+        n, rows = _shape(padded)[0], _shape(padded)[-1]
+        sizes = padded.sizes or (padded.num_examples,)
         # Statistics over the examples of a replica that has none would be 0 / 0.
         is_empty = bool(mixing.means) and min(sizes) <= (n - 1) * rows
         if not mixing.padded and not is_empty:
-            return [launch]
-        indices = range(launch.first, launch.first + launch.num_batches)
+            return [padded]
+        indices = range(padded.first, padded.first + padded.num_batches)
         uneven = [sizes[i] for i in indices if sizes[i] % (n * num_pieces)]
         if not uneven and not self._strategy._spans_processes:
-            return [self._exact(launch, i, sizes[i]) for i in indices]
+            return [self._exact(padded, i, sizes[i]) for i in indices]
         if is_empty or not all(place.is_statistics for place in mixing.padded):
             raise ValueError(self._message(step, mixing, max(uneven or sizes), n * num_pieces))
         self._warn("padding", self._warning(mixing, n * num_pieces))
-        return [launch]
+        return [padded]
 
     def check_last(
-        self, step: Step, model: Any, launch: PaddedBatch, size: int, num_pieces: int
+        self, step: Step, model: Any, padded: PaddedBatch, size: int, num_pieces: int
     ) -> None:
         """Checks the padding of the last batch at the first step, as `without_padding` does later.
 
         Args:
             step: As for `without_padding`, as are `model` and `num_pieces`.
             model: First argument of the step.
-            launch: The first launch, whose shapes the last one has.
+            padded: The first launch, whose shapes the last one has.
             size: Number of examples of the last batch.
             num_pieces: Number of pieces into which the step splits the batch of a replica.
 
         Raises:
             ValueError: If padding would change results, and is needed.
         """
-        if size % (_shape(launch)[0] * num_pieces):
-            last = launch._replace(num_batches=1, num_examples=size, first=0, sizes=(size,))
+        if size % (_shape(padded)[0] * num_pieces):
+            last = padded._replace(num_batches=1, num_examples=size, first=0, sizes=(size,))
             self.without_padding(step, model, last, num_pieces, changes_state=True)
 
     def _warn(self, kind: str, message: str) -> None:
@@ -188,19 +188,19 @@ class RowCheck:
         )
 
     def _mixing(
-        self, step: Step, model: Any, launch: PaddedBatch, *, only_rows: bool = False
+        self, step: Step, model: Any, padded: PaddedBatch, *, only_rows: bool = False
     ) -> Mixing:
         """Returns the lines at which a step looks across rows.
 
         Args:
             step: The step.
             model: Its first argument.
-            launch: Its other arguments.
+            padded: Its other arguments.
             only_rows: Whether only results with one row per example count.
         """
-        runner, axis = self._strategy._runner, len(_shape(launch)) - 2
+        runner, axis = self._strategy._runner, len(_shape(padded)) - 2
         step = _of_first(step) if axis else step
-        call, traced = runner.traced(step, (model, launch.batch, launch.mask), {})
+        call, traced = runner.traced(step, (model, padded.batch, padded.mask), {})
         program = traced.jaxpr
         for known, mixing in self._known:
             if known == (program, only_rows):
@@ -228,40 +228,40 @@ class RowCheck:
         self._known = [*self._known[-7:], ((program, only_rows), mixing)]
         return mixing
 
-    def _exact(self, launch: PaddedBatch, index: int, size: int) -> PaddedBatch:
+    def _exact(self, padded: PaddedBatch, index: int, size: int) -> PaddedBatch:
         """Returns one batch of a launch, without padding."""
-        examples = examples_of(launch, index), np.ones(size, bool)
+        examples = examples_of(padded, index), np.ones(size, bool)
         ((batch, mask),) = self._strategy.distribute_dataset([examples])
         assert isinstance(mask, PerReplica)
         return PaddedBatch(batch, mask, 1, size, sizes=(size,))
 
 
-def is_padded(launch: PaddedBatch) -> bool:
+def is_padded(padded: PaddedBatch) -> bool:
     """Whether the batches of a launch contain padding."""
-    n, *_, size = _shape(launch)
-    return launch.num_examples < launch.num_batches * n * size
+    n, *_, size = _shape(padded)
+    return padded.num_examples < padded.num_batches * n * size
 
 
-def examples_of(launch: PaddedBatch, index: int = 0) -> PyTree:
+def examples_of(padded: PaddedBatch, index: int = 0) -> PyTree:
     """Returns the examples of a batch of a launch, on the host."""
 
     def rows(leaf: PerReplica) -> np.ndarray:
         array = np.asarray(leaf.stacked)
-        array = array[:, index] if len(_shape(launch)) == 3 else array
+        array = array[:, index] if len(_shape(padded)) == 3 else array
         return array.reshape(-1, *array.shape[2:])
 
-    mask = rows(launch.mask)
-    return jax.tree.map(lambda leaf: rows(leaf)[mask], launch.batch, is_leaf=is_per_replica)
+    mask = rows(padded.mask)
+    return jax.tree.map(lambda leaf: rows(leaf)[mask], padded.batch, is_leaf=is_per_replica)
 
 
-def _leaves(launch: PaddedBatch) -> list[Any]:
-    leaves: list[Any] = jax.tree.leaves((launch.batch, launch.mask), is_leaf=is_per_replica)
+def _leaves(padded: PaddedBatch) -> list[Any]:
+    leaves: list[Any] = jax.tree.leaves((padded.batch, padded.mask), is_leaf=is_per_replica)
     return [leaf.stacked for leaf in leaves]
 
 
-def _shape(launch: PaddedBatch) -> tuple[int, ...]:
+def _shape(padded: PaddedBatch) -> tuple[int, ...]:
     """Returns the shape of the mask: replicas, batches of a group, rows of a replica."""
-    return tuple(np.shape(launch.mask.stacked))
+    return tuple(np.shape(padded.mask.stacked))
 
 
 @functools.lru_cache(16)

@@ -440,9 +440,9 @@ class Trainer(Generic[M]):
         distributed = self._distributed(data)
         model, step = self._objects["model"], self._training.evaluate_step
         with self._watched(), self._using("evaluate"):
-            launches = whole_pass(distributed, most=most, inspect=self._objective.inspect)
-            for count, launch in enumerate(launches, 1):
-                (padded,) = self._rows.without_padding(self._evaluated_examples, model, launch)
+            batches = whole_pass(distributed, most=most, inspect=self._objective.inspect)
+            for count, batch in enumerate(batches, 1):
+                (padded,) = self._rows.without_padding(self._evaluated_examples, model, batch)
                 arguments = (model, padded.batch, padded.mask)
                 meter.add(0, self._local.run(step, arguments))
                 self._training.warn_after_trace(step, arguments)
