@@ -6,7 +6,9 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 import mirror
@@ -14,6 +16,7 @@ from mirror._src.jaxprs.equations import equations
 from mirror._src.passes.lower import table
 from mirror._src.passes.lower.table import lowered
 from tests.support import inside
+from tests.support.keras_models import WARNINGS, keras
 from tests.support.messages import raises
 from tests.support.strategies import ONE, PAIRS, cpu_strategy, executors
 from tests.support.tables import rows
@@ -340,6 +343,55 @@ def test_every_executor_uses_the_table(monkeypatch, make):
     for value in each.values:
         np.testing.assert_array_equal(value, 1)
     assert strategy.verify(step, (own(strategy),)).largest == 0
+
+
+def test_trainer_uses_the_table(monkeypatch, two):
+    monkeypatch.setitem(table._BY_PLATFORM, "CPU", COSINE)
+    with two.scope():
+        model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    trainer = mirror.Trainer(model, optax.sgd(0.0), lambda _, x: jnp.sin(x).mean(1), strategy=two)
+    data = [np.zeros((4, 2), np.float32)] * 2
+    assert trainer.fit(data, progress=False)["loss"] == [1]
+    assert trainer.evaluate(data)["loss"] == 1
+
+
+@pytest.mark.dev("keras")
+@pytest.mark.filterwarnings(*WARNINGS)
+def test_keras_models_use_the_table(monkeypatch, two):
+    monkeypatch.setitem(table._BY_PLATFORM, "CPU", COSINE)
+    with two.scope():
+        dense = keras.layers.Dense(2, kernel_initializer="zeros")
+        layers = [keras.Input((2,)), dense, keras.layers.Lambda(keras.ops.sin)]
+        model = keras.Sequential(layers)
+        model.compile(loss="mse")
+    zeros = np.zeros((4, 2), np.float32)
+    assert model.fit(zeros, zeros, batch_size=4, verbose=0).history["loss"] == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.dev("keras")
+@pytest.mark.filterwarnings(*WARNINGS)
+def test_keras_convolutions_on_several_devices():
+    """XLA's partitioner splits the operations of the rules by the batch."""
+    four = cpu_strategy(4)
+    convolution, depthwise = keras.layers.Conv2D, keras.layers.DepthwiseConv2D
+    with four.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((12, 12, 1)),
+                convolution(4, 3, padding="same", activation="tanh"),
+                keras.layers.MaxPooling2D(2),
+                depthwise(3, strides=2, padding="same"),
+                convolution(8, 1, activation="tanh"),
+                convolution(8, 2, groups=2, padding="same"),
+                keras.layers.Flatten(),
+                keras.layers.Dense(3),
+            ]
+        )
+        model.compile("adam", "mse")
+    rng = np.random.RandomState(0)
+    images = rng.randn(8, 12, 12, 1).astype(np.float32)
+    four.verify(model, (images, rng.randn(8, 3).astype(np.float32)))
 
 
 @rows("make", EXECUTORS)
