@@ -43,16 +43,14 @@ class Case(NamedTuple):
     in_loop: bool = False
 
 
-def _conv(
-    x: Array, w: Array, stride: int = 1, groups: int = 1, dilation: int = 1, padding: str = "SAME"
-) -> Array:
+def _conv(x: Array, w: Array, groups: int = 1, dilation: int = 1) -> Array:
     rank = x.ndim - 2
     letters = "DHW"[3 - rank :]
     return lax.conv_general_dilated(
         x,
         w,
-        (stride,) * rank,
-        padding if dilation == 1 else [(1, 2)] * rank,
+        (1,) * rank,
+        "SAME" if dilation == 1 else [(1, 2)] * rank,
         lhs_dilation=(dilation,) * rank,
         dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"),
         feature_group_count=groups,
@@ -83,10 +81,10 @@ CASES = {
     "depthwise, input's gradient": Case(
         "convolutions._per_channel", _DEPTHWISE, [_IMAGES, _FILTERS], 0
     ),
-    "depthwise with stride, kernel's gradient": Case(
+    "1-D depthwise, kernel's gradient": Case(
         "convolutions._per_channel_kernel",
-        functools.partial(_DEPTHWISE, stride=2),
-        [_IMAGES, _FILTERS],
+        functools.partial(_conv, groups=256),
+        [(8, 128, 256), (4, 1, 256)],
         1,
     ),
     "one channel": Case("convolutions._per_channel", _conv, [(128, 28, 28, 1), (3, 3, 1, 16)]),
@@ -108,11 +106,11 @@ CASES = {
     "transposed, kernel's gradient": Case(
         "convolutions._per_place",
         functools.partial(_conv, dilation=2),
-        [(32, 14, 14, 32), (3, 3, 32, 16)],
+        [(32, 7, 7, 64), (3, 3, 64, 32)],
         1,
     ),
     "1x1, kernel's gradient": Case(
-        "convolutions._per_place", _conv, [(32, 28, 28, 64), (1, 1, 64, 64)], 1
+        "convolutions._per_place", _conv, [(32, 14, 14, 128), (1, 1, 128, 128)], 1
     ),
     "kernel's gradient in a loop": Case(
         "convolutions._channels_last", _conv, [(32, 14, 14, 16), (3, 3, 16, 32)], 1, in_loop=True

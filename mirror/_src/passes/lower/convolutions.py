@@ -187,10 +187,9 @@ def _form_of(conv: _Convolution) -> _Form | None:
     is_gradient = kernel > places  # of a kernel: it slides the gradient of the result
     if conv.batch_groups > 1:  # the gradient of a kernel with groups: 50 to 490 times
         if conv.batch == conv.batch_groups == conv.features:
-            # Only with strides or in one dimension, 5 and 7 times: otherwise XLA is as fast, and
-            # the padded input doubles the memory of a MobileNet.
-            is_slow = rank == 1 or max(conv.steps) > 1
-            return _per_channel_kernel if is_slow and places <= _MOST_TERMS else None
+            # In one dimension, 3 to 8 times. In two, XLA is as fast, and the padded inputs would
+            # double the memory of a MobileNet.
+            return _per_channel_kernel if rank == 1 and places <= _MOST_TERMS else None
         return _per_group if conv.batch_groups <= _MOST_GROUPS else None
     if conv.groups > 1 and is_gradient and conv.inner > 1:  # the same under `jax.vmap`
         return _per_group if conv.groups <= _MOST_GROUPS else None
