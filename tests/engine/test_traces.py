@@ -10,6 +10,7 @@ from flax import nnx
 
 import mirror
 from mirror import PerReplica
+from tests.support import fresh
 from tests.support.messages import raises
 from tests.support.strategies import EXECUTORS, cpu_strategy
 from tests.support.tables import Made, rows
@@ -19,6 +20,22 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*compiled")  # each row has its
 
 def values_of(length):
     return PerReplica([np.full(length, i, np.float32) for i in range(2)])
+
+
+def test_program_ends_without_a_word():
+    """Python clears modules before the program's own objects, in an order of its own."""
+    code = """
+        import logging
+        import numpy as np
+        import mirror
+        logging.getLogger("mirror").addHandler(logging.NullHandler())
+        mirror.debugging.set_log_device_placement(True)
+        strategy = mirror.MirroredStrategy(["/cpu:0"])
+        def step(x):
+            return mirror.all_reduce("sum", x)
+        strategy.run(step, (np.float32(1),))
+    """
+    assert "Exception ignored" not in fresh.run(code)
 
 
 @pytest.mark.filterwarnings("ignore:(?=.*<lambda>).*compiled")  # new steps, on purpose

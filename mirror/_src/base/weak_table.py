@@ -1,5 +1,6 @@
 """`WeakTable`: values by function, which live as long as the function."""
 
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from types import CodeType, FunctionType, MethodType
@@ -53,9 +54,12 @@ class WeakTable(Generic[V]):
         """Removes all values."""
         self._values.clear()
 
-    def _dropped(self, key: Hashable) -> None:
+    def _dropped(
+        self, key: Hashable, is_finalizing: Callable[[], bool] = sys.is_finalizing
+    ) -> None:
         value = self._values.pop(key, None)
-        if value is not None and self._on_drop is not None:
+        # When Python ends, the names that `on_drop` uses may be None.
+        if value is not None and self._on_drop is not None and not is_finalizing():
             self._on_drop(value)
 
 

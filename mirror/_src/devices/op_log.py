@@ -294,12 +294,13 @@ def _arrays(values: Any) -> list[jax.Array]:
 @contextlib.contextmanager
 def _visible() -> Iterator[None]:
     """Enables level INFO, and prints the records if logging is not configured."""
-    level, handler = _logger.level, _StderrHandler()
-    _logger.addHandler(handler)
-    if not _logger.isEnabledFor(logging.INFO):
-        _logger.setLevel(logging.INFO)
+    logger, handler = _logger, _StderrHandler()  # when Python ends, the global may be None
+    level = logger.level
+    logger.addHandler(handler)
+    if not logger.isEnabledFor(logging.INFO):
+        logger.setLevel(logging.INFO)
     try:
         yield
     finally:
-        _logger.setLevel(level)
-        _logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.removeHandler(handler)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from mirror._src.base.types import Array
+from mirror._src.devices.op_log import unlogged
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import NoMesh, copies_of, with_axis
 from mirror._src.devices.unstacked import UnstackedArrays
@@ -30,7 +31,8 @@ class Lane:
         self.replicas = ReplicaDevices(devices, axis_name=every.axis_name)
         self.executor = MeshExecutor(self.replicas, collectives=False, replica_ids=ids)
         self.is_all = len(ids) == len(every)
-        self.replica_ids = self.replicas.stack(np.asarray(ids, np.int32))
+        with unlogged():
+            self.replica_ids = self.replicas.stack(np.asarray(ids, np.int32))
         self._same_mesh = self.replicas.mesh == every.mesh
         self._has_copies = set(devices) <= set(every.on_mesh)
 
