@@ -300,9 +300,14 @@ DECLINED = {
     "no channels": lambda x: pool(
         x[..., :0].astype(np.float32), (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
     ),
-    "convolution of half precision": lambda x: convolution(x, jnp.ones((2, 2, 2, 4), x.dtype)),
+    "convolution of half precision": lambda x: convolution(
+        x[..., :1], jnp.ones((2, 2, 1, 4), x.dtype)
+    ),
+    "convolution of integers": lambda x: convolution(
+        x[..., :1].astype(np.int32), np.ones((2, 2, 1, 4), np.int32)
+    ),
     "kernel larger than the input": lambda x: convolution(
-        x.astype(np.float32), np.ones((7, 1, 2, 4), np.float32)
+        x[..., :1].astype(np.float32), np.ones((7, 1, 1, 4), np.float32)
     ),
     "convolution of no channels": lambda x: convolution(
         x[..., :0].astype(np.float32), np.ones((3, 3, 0, 4), np.float32)
