@@ -750,7 +750,8 @@ class Trainer(Generic[M]):
             rows.check_last(step, model, batch, last_size, multiple)
         rows.require_separate_pieces(step, model, batch)
         batches = rows.without_padding(step, model, batch, multiple, changes_state=True)
-        return functools.reduce(add_on_host, map(self._runner.run, batches))
+        # A list: `map` would end at a StopIteration that the loss raises.
+        return functools.reduce(add_on_host, [self._runner.run(each) for each in batches])
 
     def _distributed(self, data: Iterable[PyTree]) -> DistributedDataset[Any]:
         if isinstance(data, DistributedDataset):
