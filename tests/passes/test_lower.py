@@ -139,7 +139,10 @@ def random_convolution(rng):
         "grouped": (int(rng.choice([2, 4])), int(rng.choice([2, 3])), int(rng.choice([2, 3]))),
     }.get(kind, (1, int(rng.choice([2, 4])), int(rng.choice([2, 3, 5]))))
     kernel = [1] * rank if kind == "pointwise" else pick(1, 2, 3)
-    lhs_dilation = pick(1, 1, 1, 2)
+    lhs_dilation, rhs_dilation = pick(1, 1, 1, 2), pick(1, 1, 1, 2)
+    # More padding than this is negative in the input's gradient, where XLA reads outside the input
+    # (JAX 0.10.2, not 0.12.0.1).
+    most = [min(2, (k - 1) * d) for k, d in zip(kernel, rhs_dilation, strict=True)]
     letters = "DHW"[3 - rank :]
     layout = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
     x = rng.randn(2, *pick(5, 6, 8), groups * inputs).astype(np.float32)
@@ -150,9 +153,9 @@ def random_convolution(rng):
     fn = functools.partial(
         lax.conv_general_dilated,
         window_strides=[1] * rank if max(lhs_dilation) > 1 else pick(1, 1, 2),
-        padding=[(int(rng.randint(3)), int(rng.randint(3))) for _ in range(rank)],
+        padding=[(int(rng.randint(n + 1)), int(rng.randint(n + 1))) for n in most],
         lhs_dilation=lhs_dilation,
-        rhs_dilation=pick(1, 1, 1, 2),
+        rhs_dilation=rhs_dilation,
         dimension_numbers=layout,
         feature_group_count=groups,
     )
@@ -305,6 +308,9 @@ DECLINED = {
     ),
     "convolution of integers": lambda x: convolution(
         x[..., :1].astype(np.int32), np.ones((2, 2, 1, 4), np.int32)
+    ),
+    "convolution with negative padding": lambda x: lax.conv_general_dilated(
+        x.astype(np.float32), np.ones((4, 6, 2, 2), np.float32), (1, 1), [(-1, 1), (0, 0)]
     ),
     "kernel larger than the input": lambda x: convolution(
         x[..., :1].astype(np.float32), np.ones((7, 1, 1, 4), np.float32)
