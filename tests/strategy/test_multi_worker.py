@@ -90,13 +90,13 @@ from tests.support import inside
 print("creates", flush=True)
 strategy = mirror.MultiWorkerMirroredStrategy()
 print("has created", flush=True)
-launch = inside.launch_guard()
-call, late = launch._call, float(os.environ["LATE_SECS"])
-def come_late(*args):
+programs, late = inside.compiled_programs(), float(os.environ["LATE_SECS"])
+launch = programs.launch
+def come_late(*args, **kwargs):
     if not strategy.is_chief:
         time.sleep(late)
-    call(*args)
-launch._call = come_late
+    launch(*args, **kwargs)
+programs.launch = come_late
 x = mirror.PerReplica.from_stacked(np.ones((4, 3), np.float32))
 total = strategy.run(lambda x: mirror.all_reduce("sum", x), (x,))
 print("total", np.asarray(total).tolist())
