@@ -31,6 +31,7 @@ from mirror._src.devices.settings import (
 from mirror._src.devices.settings import get_memory_growth as get_memory_growth
 from mirror._src.devices.settings import get_soft_device_placement as get_soft_device_placement
 from mirror._src.devices.settings import get_visible_devices as get_visible_devices
+from mirror._src.devices.settings import set_compilation_cache as set_compilation_cache
 from mirror._src.devices.settings import (
     set_logical_device_configuration as set_logical_device_configuration,
 )

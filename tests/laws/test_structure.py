@@ -72,7 +72,7 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(965, 22, 14),
+    "base": Size(984, 23, 14),
     "devices": Size(2050, 24, 26),
     "cluster": Size(1100, 9, 20),
     "jaxprs": Size(1895, 18, 23),
@@ -84,7 +84,7 @@ BUDGETS = {
     "strategy": Size(850, 7, 7),
     "training": Size(4755, 29, 57),
     "ps": Size(4220, 32, 97),
-    "tools": Size(3150, 41, 33),
+    "tools": Size(3160, 41, 33),
 }
 
 
@@ -144,7 +144,8 @@ LIGHT = {
         _src.base.interrupts _src.base.optional _src.tools _src.tools.main _src.tools.options
     """,
     "mirror launch nothing.py": """
-        _src.tools.die_with_parent _src.tools.job _src.tools.launch _src.tools.supervisor
+        _src.base.compile_cache _src.tools.die_with_parent _src.tools.job _src.tools.launch
+        _src.tools.supervisor
     """,
 }
 PLUGIN = """
@@ -315,7 +316,7 @@ MODULES = {
     "config": """
         LogicalDevice LogicalDeviceConfiguration PhysicalDevice get_device_details
         get_logical_device_configuration get_memory_growth get_memory_info get_soft_device_placement
-        get_visible_devices list_logical_devices list_physical_devices
+        get_visible_devices list_logical_devices list_physical_devices set_compilation_cache
         set_logical_device_configuration set_memory_growth set_num_cpu_devices
         set_soft_device_placement set_visible_devices
     """,

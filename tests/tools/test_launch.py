@@ -348,6 +348,28 @@ def test_launcher_does_not_import_jax():
     assert fresh.run(code) == "[]\n"
 
 
+def test_cache_is_in_the_environment(tmp_path, monkeypatch, capsys, subtests):
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    started = []
+    monkeypatch.setattr(launch.os, "execve", lambda *arguments: started.append(arguments[2]))
+    least = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+    for folder, where in {"": "xdg/mirror/programs", "mine": "mine", "file/x": None}.items():
+        with subtests.test(msg=folder):
+            monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", folder and str(tmp_path / folder))
+            monkeypatch.setenv(least, "3")
+            cli.main(["launch", "--cache", "train.py"])
+            environment = started.pop()
+            assert environment[least] == "3", "of the user"
+            if where is not None:
+                assert environment["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / where)
+                assert (tmp_path / where).is_dir()
+            said = capsys.readouterr().err
+            assert ("file/x" in said) == (where is None)
+
+
 # Errors before anything starts.
 
 MISSING = {

@@ -5,6 +5,8 @@ from typing import Any, final
 
 import jax
 
+from mirror._src.base.compile_cache import DIRECTORY, LEAST_SECS
+
 
 @final
 class JaxOption:
@@ -76,4 +78,6 @@ HOST_DEVICES = JaxOption("jax_num_cpu_devices", unset=(-1,))
 VISIBLE_GPUS = JaxOption("jax_cuda_visible_devices", unset=("all",))
 PLATFORMS = JaxOption("jax_platforms", unset=(None, ""))
 PREALLOCATE = JaxOption("XLA_PYTHON_CLIENT_PREALLOCATE")
+CACHE_DIRECTORY = JaxOption(DIRECTORY, unset=(None, ""))
+CACHE_LEAST_SECS = JaxOption(LEAST_SECS, unset=(1.0,))
 MEMORY_FRACTION = JaxOption("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")

@@ -7,14 +7,19 @@ devices can be chosen among those that the user's settings select (`user_setting
 """
 
 import logging
+import os
 from collections.abc import Iterable, Sequence
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
+from mirror._src.base.compile_cache import DIRECTORY, LEAST_SECS, cache_options
 from mirror._src.base.errors import InvalidDeviceError, counted, expected, require_int
 from mirror._src.devices import state
 from mirror._src.devices.backend import default_devices, devices_of_type, names, type_of
 from mirror._src.devices.jax_options import (
+    CACHE_DIRECTORY,
+    CACHE_LEAST_SECS,
     MEMORY_FRACTION,
     PLATFORMS,
     PREALLOCATE,
@@ -347,6 +352,46 @@ def set_soft_device_placement(enabled: bool) -> None:
     global _soft
     _require_bool("enabled", enabled)
     _soft = enabled
+
+
+def set_compilation_cache(directory: str | os.PathLike[str] | None = None) -> None:
+    """Keeps compiled programs in a folder, from which later processes load them.
+
+    Turns on [JAX's persistent compilation cache](https://docs.jax.dev/en/latest/persistent_compilation_cache.html)
+    for all programs, also those that compile in less than a second. Call it before the first step;
+    `mirror launch --cache` does the same without a change of the script.
+
+    A folder that cannot be created or written to is a warning, and so is an entry that cannot be
+    read: JAX then compiles. Several processes can use one folder at once. Do not share it with
+    users that you do not trust, because programs are loaded from it.
+
+    Args:
+        directory: The folder, which is created, or a URL that etils opens, such as
+            `gs://bucket/programs`. Defaults to `mirror/programs` in the user's cache folder.
+            `jax_compilation_cache_dir` or its environment variable takes precedence.
+
+    Raises:
+        TypeError: If `directory` is not a path.
+        ModuleNotFoundError: If there is no `directory` and platformdirs is not installed.
+
+    >>> set_compilation_cache()
+    """
+    if not isinstance(directory, str | os.PathLike | None):
+        fix = "Omit it for the default folder."
+        raise TypeError(expected("directory", directory, "a path", fix))
+    of_user = CACHE_DIRECTORY.of_user
+    is_other = directory is not None and os.path.abspath(directory) != os.path.abspath(
+        of_user or ""
+    )
+    if of_user is not None and is_other:
+        _logger.warning("Ignoring %r: %s takes precedence.", str(directory), CACHE_DIRECTORY)
+    options, warning = cache_options(of_user or directory)
+    if warning:
+        _logger.warning("%s", warning)
+    if options:
+        CACHE_DIRECTORY.set(options[DIRECTORY])
+        CACHE_LEAST_SECS.set(options[LEAST_SECS])
+        compilation_cache.reset_cache()  # else JAX keeps the folder of its first program
 
 
 def in_words() -> list[tuple[str, str, str]]:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mirror._src.base.compile_cache import DIRECTORY, cache_options
 from mirror._src.tools import supervisor
 from mirror._src.tools.options import USAGE_ERROR, OptionError, report_error
 
@@ -47,6 +48,8 @@ def run(parsed: argparse.Namespace) -> int:
         return report_error("launch", str(error), USAGE_ERROR)
     if hint := misplaced_options(parsed, script, arguments):
         print(f"mirror launch: {hint}", file=sys.stderr)
+    if parsed.cache:
+        environments = with_cache(environments)
     target = ["-m", script] if parsed.is_module else [script]
     sys.stderr.flush()
     if is_job:
@@ -58,6 +61,18 @@ def run(parsed: argparse.Namespace) -> int:
         )
     (environment,) = environments
     return os.execve(sys.executable, [sys.executable, *target, *arguments], environment)
+
+
+def with_cache(environments: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Returns the environments with JAX's compile cache, in the user's folder or the default."""
+    options, warning = cache_options(os.environ.get(DIRECTORY.upper()) or None)
+    if warning:
+        print(f"mirror launch: {warning}", file=sys.stderr)
+    added = {name.upper(): str(value) for name, value in options.items()}
+    folder = (
+        {DIRECTORY.upper(): added[DIRECTORY.upper()]} if added else {}
+    )  # also for one set to ""
+    return [{**added, **environment, **folder} for environment in environments]
 
 
 def misplaced_options(
