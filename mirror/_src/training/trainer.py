@@ -33,6 +33,7 @@ from mirror._src.training.checkpoints import snapshot
 from mirror._src.training.checkpoints.directory import find_checkpoint
 from mirror._src.training.checkpoints.from_chief import BroadcastRestore
 from mirror._src.training.checkpoints.store import CheckpointStore
+from mirror._src.training.export import exported, write
 from mirror._src.training.history import History
 from mirror._src.training.inputs import (
     Validation,
@@ -494,6 +495,51 @@ class Trainer(Generic[M]):
         with self._watched(), self._using("predict"):
             model = self._objects["model"]
             return predictions(self._local, fn, step, model, distributed, self._rows)
+
+    @api_boundary
+    def export(
+        self,
+        path: str | Path,
+        example: PyTree,
+        fn: Callable[[M, PyTree], PyTree] | None = None,
+        *,
+        batch_size: int | None = None,
+        platforms: Sequence[str] = ("cpu", "cuda"),
+    ) -> None:
+        """Writes what `predict` computes, and the weights, to a file that needs JAX only.
+
+        The file is a StableHLO program of `jax.export` for one device, with the model in evaluation
+        mode. Load it without mirror or the code of the model:
+
+            program = jax.export.deserialize(bytearray(Path("model.jax").read_bytes()))
+            logits = program.call(x)
+
+        In a job of several processes, every process calls it, and the chief writes.
+
+        Args:
+            path: The file. It is replaced only when the new one is complete.
+            example: A batch with at least one row, as for `predict`: dtypes and shapes count, not
+                values. `call` takes such a batch.
+            fn: As for `predict`.
+            batch_size: Number of rows that `call` takes. Defaults to any number, which JAX cannot
+                trace for every model.
+            platforms: JAX's names of the platforms on which the program can run.
+
+        Raises:
+            ValueError: If the program contains host callbacks, such as `jax.debug.print`, or the
+                inputs of a batch are unknown and `fn` is missing.
+            ModuleNotFoundError: If flatbuffers is not installed.
+
+        >>> trainer = Trainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), "mse")
+        >>> trainer.export("model.jax", np.ones((1, 2), "float32"))
+        """
+        fn = require_prediction(fn, example, self._outputs)
+        with self._using("export"):
+            model, step = self._objects["model"], self._predict_step(fn)
+            if self._local.is_chief:
+                write(path, exported(step, fn, model, example, batch_size, platforms))
+            if self._local._spans_processes:
+                barrier("trainer.export")
 
     @api_boundary
     def summary(self, data: Data) -> Table:

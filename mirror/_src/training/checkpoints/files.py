@@ -10,11 +10,12 @@ and maps files into memory, where a disk that fails ends the process.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,20 +98,26 @@ _TYPES = {  # dtypes that all readers know; others are stored as bytes
 
 
 def write(path: Path, arrays: Mapping[str, np.ndarray | KeyData], metadata: dict[str, Any]) -> None:
-    """Writes a checkpoint, and moves it to its path when it is complete and on the disk.
+    """Writes a checkpoint."""
+    places = _places(metadata["arrays"])
+    write_file(
+        path, itertools.chain([_header(metadata)], (bytes_of(arrays[n]).data for n in places))
+    )
+
+
+def write_file(path: Path, pieces: Iterable[Any]) -> None:
+    """Writes a file, and moves it to its path when it is complete and on the disk.
 
     What was only written, or renamed, is in the memory of the operating system; `os.fsync` writes a
     file, or the names in a directory, to the disk.
     """
-    header = _header(metadata)
     unfinished = path.with_name(path.name + UNFINISHED)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         unfinished.unlink(missing_ok=True)
         with unfinished.open("xb") as file:  # never what a link points to
-            file.write(header)
-            for name in _places(metadata["arrays"]):
-                file.write(bytes_of(arrays[name]).data)
+            for piece in pieces:
+                file.write(piece)
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
