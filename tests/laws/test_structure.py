@@ -84,7 +84,7 @@ BUDGETS = {
     "strategy": Size(850, 7, 7),
     "training": Size(4815, 30, 57),
     "ps": Size(4220, 32, 97),
-    "tools": Size(3160, 41, 33),
+    "tools": Size(3165, 41, 33),
 }
 
 

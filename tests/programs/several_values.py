@@ -235,7 +235,9 @@ def mirrored_variables():
 
 @check
 def a_flipped_bit_is_named_by_all():
-    """On one device of the last process; every other copy is the same."""
+    """On the second device of the last process; every other copy is the same."""
+    if len(jax.local_devices()) == 1:  # the ledger compares first copies, and ends the job
+        return
     tree = {"layer": [mirrored(np.ones(5)), mirrored(np.arange(4))], "b": mirrored(np.ones(2))}
     strategy.check_mirrored(tree)
     whole = tree["layer"][1]

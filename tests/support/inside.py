@@ -142,11 +142,6 @@ def launch_guard() -> ModuleType:
     return launch
 
 
-def compiled_programs() -> ModuleType:
-    """The module that launches programs: users cannot make a launch fail."""
-    return compiled
-
-
 def lowered_keras_step(model: Any, batch: Any) -> str:
     """The program of a model's training step: Keras shows its results alone."""
     groups = (
@@ -364,6 +359,11 @@ def num_all_reduces(strategy: mirror.Strategy, step: Callable[..., Any], args: A
 def count_launches(patch: pytest.MonkeyPatch) -> list[object]:
     """Fills a list with an element per launch, whose order with other events users cannot see."""
     return count_calls(compiled, "launch", patch)
+
+
+def count_all_launches(patch: pytest.MonkeyPatch) -> list[object]:
+    """Fills a list at the start of each launch, also of those that no step makes."""
+    return count_calls(eager_work, "Uncounted", patch)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Runs a command in place of this process, which Linux kills when its parent ends.
 
-    python die_with_parent.py PID COMMAND [ARGUMENT ...]
+    python -c "$(cat die_with_parent.py)" PID COMMAND [ARGUMENT ...]
 
 PID is the parent. Even if it is killed, it leaves no process behind. Why not `preexec_fn`: it forks
 the parent, in which JAX may have started threads.
@@ -16,6 +16,9 @@ _PR_SET_PDEATHSIG = 1
 
 def run(parent: int, command: list[str]) -> None:
     """Replaces this process by the command."""
+    # Python's own handler only notes Ctrl-C, which would be lost with this process.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -46,7 +46,10 @@ class Job:
         cwd: str | os.PathLike[str] | None = None,
     ) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
-        command = [sys.executable, "-P", "-S", die_with_parent.__file__, str(os.getpid())]
+        # While it starts, Python drops Ctrl-C where it reads PYTHONWARNINGS (-I ignores it) and
+        # looks at the path of a script (-c has none): CPython 3.11.
+        code = Path(die_with_parent.__file__).read_text(encoding="utf-8")
+        command = [sys.executable, "-I", "-S", "-c", code, str(os.getpid())]
         try:
             for i, (own, environment) in enumerate(zip(arguments, environments, strict=True)):
                 with contextlib.ExitStack() as stack:
