@@ -5,13 +5,13 @@ Requires the extra `ray`. Imported when a program first uses it.
 
 from mirror._src.base.unknown_names import explain_unknown_names as _explain_unknown_names
 from mirror._src.ps.coordinator import ClusterCoordinator as ClusterCoordinator
-from mirror._src.ps.datasets import PerWorkerDataset as PerWorkerDataset
-from mirror._src.ps.errors import ParameterServerLostError as ParameterServerLostError
+from mirror._src.ps.handles import CancelledError as CancelledError
+from mirror._src.ps.handles import ParameterServerLostError as ParameterServerLostError
+from mirror._src.ps.handles import PerWorkerDataset as PerWorkerDataset
+from mirror._src.ps.handles import RemoteValue as RemoteValue
 from mirror._src.ps.placement import FixedShardsPartitioner as FixedShardsPartitioner
 from mirror._src.ps.placement import MaxSizePartitioner as MaxSizePartitioner
 from mirror._src.ps.placement import MinSizePartitioner as MinSizePartitioner
-from mirror._src.ps.remote_value import CancelledError as CancelledError
-from mirror._src.ps.remote_value import RemoteValue as RemoteValue
 from mirror._src.ps.strategy import ParameterServerStrategy as ParameterServerStrategy
 
 _explain_unknown_names("mirror.ps")

@@ -68,7 +68,7 @@ RULES = [
 # A phrase that must stay: the end of the file's path, its words with some around them; the reason.
 _TF = "the name of the error in TensorFlow and Python"
 ALLOWED: dict[tuple[str, str], str] = {
-    ("ps/remote_value.py", "CancelledError"): _TF,
+    ("ps/handles.py", "CancelledError"): _TF,
     ("parameter-server.md", "CancelledError"): _TF,
     ("api/errors.md", "CancelledError"): _TF,
 }

@@ -1619,15 +1619,15 @@ _OF_PARAMETER_SERVERS = (
     Fault(
         "a lost worker that is not started again",
         f"{_PS}/schedule.py",
-        "is_gone=False), Revive(worker), *self._next()]",
-        "is_gone=False), *self._next()]",
+        "            self._actions.revive(worker)\n",
+        "",
         ("tests/ps/test_schedule.py",),
     ),
     Fault(
         "steps after the snapshot that are not repeated",
         f"{_PS}/schedule.py",
-        "            self._steps.put(task)\n",
-        "            pass\n",
+        "for task in self._roll_back():\n            self._put(task)",
+        "for task in self._roll_back():\n            pass",
         ("tests/ps/test_schedule.py",),
     ),
     Fault(
@@ -1639,9 +1639,9 @@ _OF_PARAMETER_SERVERS = (
     ),
     Fault(
         "a late result of a task that has started again",
-        f"{_PS}/tasks.py",
-        "is_late = task is None or task.running.get(assignment.part) != assignment.number",
-        "is_late = task is None",
+        f"{_PS}/schedule.py",
+        "return task.running.get(assignment.part) != assignment.number",
+        "return False",
         ("tests/ps/test_schedule.py", "tests/ps/test_schedule_machine.py"),
     ),
     Fault(

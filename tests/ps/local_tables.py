@@ -9,7 +9,8 @@ from flax import nnx
 
 import mirror
 from mirror._src.ps.messages import (
-    ArgumentOfStep,
+    Assignment,
+    Committed,
     Definition,
     Export,
     ModelShare,
@@ -17,11 +18,10 @@ from mirror._src.ps.messages import (
     ServerSnapshot,
     StepWork,
 )
-from mirror._src.ps.objects import TrainingObjects
-from mirror._src.ps.optimizer_tree import split_optimizer_state
+from mirror._src.ps.objects import TrainingObjects, split_optimizer_state
 from mirror._src.ps.separable import place_separably
+from mirror._src.ps.step_data import ArgumentOfStep
 from mirror._src.ps.store import Store
-from mirror._src.ps.tasks import Assignment, Committed
 from mirror._src.ps.work import Worker
 from tests.ps.one_worker import LocalServers, collect
 
@@ -116,13 +116,13 @@ class Cluster:
         self.version = 0
         self.commit: Committed | None = None
 
-    def part(self, arguments, part=0, batch_of=None):
+    def part(self, arguments, part=0, weight_of=None):
         """Returns the reply of a worker."""
         assignment = Assignment(
             *(0, self.version, part, self.num_parts, part, 0, self.commit, self.version)
         )
-        exported = None if batch_of is None else Export(2, [batch_of])
-        work = StepWork(Export(0, ["fn"]), Export(1, ["model"]), self.version, None, exported)
+        weight = None if weight_of is None else Export(2, [weight_of])
+        work = StepWork(Export(0, ["fn"]), Export(1, ["model"]), self.version, weight)
         places = (ArgumentOfStep("model"), ArgumentOfStep("optimizer"))
         return self.worker.run_part(assignment, work, ((*places, *arguments), {}))
 

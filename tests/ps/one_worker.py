@@ -7,18 +7,18 @@ import jax
 
 import mirror
 from mirror._src.ps.messages import (
-    ArgumentOfStep,
+    Assignment,
+    Committed,
     Definition,
     Export,
     ModelShare,
     ServerSnapshot,
     StepWork,
 )
-from mirror._src.ps.objects import TrainingObjects
-from mirror._src.ps.optimizer_tree import join_optimizer_state, split_optimizer_state
+from mirror._src.ps.objects import TrainingObjects, join_optimizer_state, split_optimizer_state
 from mirror._src.ps.placement import place
+from mirror._src.ps.step_data import ArgumentOfStep
 from mirror._src.ps.store import Store
-from mirror._src.ps.tasks import Assignment, Committed
 from mirror._src.ps.work import Worker
 from tests.ps.digits import train_step
 

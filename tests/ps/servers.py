@@ -7,7 +7,7 @@ import numpy as np
 import optax
 
 from mirror._src.ps.messages import BufferLayout, Definition, Push, ServerSnapshot
-from mirror._src.ps.optimizer_tree import flatten, nest
+from mirror._src.ps.objects import flatten, nest
 from mirror._src.ps.placement import FixedShardsPartitioner, Leaf, Placement, place
 from mirror._src.ps.sparse import split_ids
 from mirror._src.ps.store import Store

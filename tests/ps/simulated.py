@@ -12,9 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mirror._src.ps import tasks as act
-from mirror._src.ps.schedule import Scheduler
-from mirror._src.ps.tasks import Assignment
+from mirror._src.ps.messages import Assignment
+from tests.ps import recorded as act
 
 PRIME = (1 << 61) - 1
 LOST = object()
@@ -146,17 +145,18 @@ class Cluster:
         server_class: type[Server] = Server,
         **options: Any,
     ) -> None:
-        self.scheduler = Scheduler(
+        self.first = [State(value=100 + i) for i in range(servers)]
+        self.scheduler = act.Recorded(
             workers,
             staleness=staleness,
             snapshot_every=snapshot_every,
+            kept=self.first,
             **{"max_losses": 10**9, **options},
         )
         self.num_workers, self.staleness = workers, staleness
         self.snapshot_every = snapshot_every
         self.servers = [server_class(i, staleness) for i in range(servers)]
-        self.kept = self.first = [State(value=100 + i) for i in range(servers)]
-        for server, state in zip(self.servers, self.kept, strict=True):
+        for server, state in zip(self.servers, self.first, strict=True):
             server.load(state, 0)
         self.mail: list[deque[Callable[[], None]]] = [deque() for _ in range(servers)]
         self.news: list[Callable[[], None]] = []  # events that have not reached the scheduler
@@ -171,7 +171,6 @@ class Cluster:
         self.delivered: list[act.Deliver] = []
         self.commits: dict[int, tuple[int, int]] = {}  # by step
         self.committed: dict[int, int] = {}  # by task
-        self.forgotten: set[int] = set()
         self.raised: list[BaseException] = []
         self.must_raise = False
         self.times: dict[int, list[int]] = {}  # when a task was submitted, and delivered
@@ -231,11 +230,11 @@ class Cluster:
 
     def load(self, values: list[int], step: int) -> None:
         """Restores a checkpoint; the engine makes it the kept snapshot."""
-        self.first = self.kept = [State(value=value, version=step) for value in values]
+        self.first = [State(value=value, version=step) for value in values]
         self.commits.clear()
         self.committed.clear()
         self.ended.update(dict.fromkeys(self.ended, "replaced"))
-        self._do(self.scheduler.load(step))
+        self._do(self.scheduler.load(step, self.first))
 
     @property
     def unsettled(self) -> int:
@@ -337,7 +336,6 @@ class Cluster:
     def _on_start(self, action: act.Start) -> None:
         assignment = action.assignment
         worker = assignment.worker
-        assert assignment.task not in self.forgotten, "the batch is forgotten"
         have = [self.functions[a.assignment.task] for a in self.believed.get(worker, ())]
         assert len(have) <= (self.staleness is None), "a worker has one thread"
         assert set(have) <= {"train", "raise"}, "a step waits for a function"
@@ -376,15 +374,6 @@ class Cluster:
     def _on_revive(self, action: act.Revive) -> None:
         self.news.append(lambda: self._is_ready(action.worker))
 
-    def _on_forget(self, action: act.Forget) -> None:
-        task = action.task
-        assert task in self.ended
-        assert task not in self.forgotten
-        self.forgotten.add(task)
-        is_covered = self.ended[task] == "delivered" and self.functions[task] in ("train", "raise")
-        if self.snapshot_every and is_covered and not self.scheduler._loss:
-            assert all(task in [done for done, _ in state.steps] for state in self.kept)
-
     def _on_takesnapshot(self, action: act.TakeSnapshot) -> None:
         self.snapshots[action.number] = [None] * len(self.servers)
         incarnation = self.scheduler.incarnation
@@ -399,17 +388,18 @@ class Cluster:
             return
         self.snapshots[number][server.index] = server.snapshot()
         if None not in self.snapshots[number]:
-            self.news.append(lambda: self._do(self.scheduler.snapshot_taken(number)))
+            self.news.append(lambda: self._keep(number))
 
-    def _on_keepsnapshot(self, action: act.KeepSnapshot) -> None:
-        self.kept = self.snapshots[action.number]
-        assert None not in self.kept
-        if self.staleness == 0:
-            assert len({(state.version, tuple(state.steps)) for state in self.kept}) == 1
+    def _keep(self, number: int) -> None:
+        taken = self.snapshots[number]
+        actions = self.scheduler.snapshot_taken(number, taken)
+        if self.staleness == 0 and self.scheduler.kept is taken:
+            assert len({(s.version, tuple(s.steps)) for s in taken if s is not None}) == 1
+        self._do(actions)
 
     def _on_restore(self, action: act.Restore) -> None:
         loaded: set[int] = set()
-        for index, state in enumerate(self.kept):
+        for index, state in enumerate(self.scheduler.kept):
 
             def load(server: Server, state: State = state) -> None:
                 server.load(state, action.incarnation)
@@ -424,20 +414,18 @@ class Cluster:
     def _check_nobody_waits(self) -> None:
         """A worker that is known to be ready does not wait beside a part that could run."""
         s = self.scheduler
-        idle = s._workers.idle
-        if not idle or s.is_restoring or s._loss is not None:
+        if not s._idle or s.is_restoring or s._loss is not None:
             return
-        assert s._functions.next_task() is None, "a function waits beside an idle worker"
-        if s._history.is_pending:
+        assert not s._functions, "a function waits beside an idle worker"
+        if s._awaits_snapshot:
             return
-        in_flight = len(s._steps.in_flight)
         if self.staleness == 0:
-            assert not any(task.pending for task in s._steps.in_flight.values())
-            assert in_flight or not len(s._steps), "a step waits beside an idle worker"
+            assert not any(task.pending for task in s._in_flight.values())
+            assert s._in_flight or not s._steps, "a step waits beside an idle worker"
         elif self.staleness is None:
-            assert not len(s._steps), "a step waits beside an idle worker"
+            assert not s._steps, "a step waits beside an idle worker"
         elif self.staleness:
-            assert in_flight or not len(s._steps), "all steps wait beside an idle worker"
+            assert s._in_flight or not s._steps, "all steps wait beside an idle worker"
 
     def check_end(self) -> None:
         """Checks what must hold when nothing is left to happen."""

@@ -4,8 +4,7 @@ import pytest
 
 from mirror._src.ps.conductor import Conductor
 from mirror._src.ps.messages import Result, ServerSnapshot
-from mirror._src.ps.processes import Task
-from mirror._src.ps.remote_value import RemoteValue
+from mirror._src.ps.schedule import Task
 
 SECS = 10.0  # to wait for another thread
 
@@ -46,7 +45,7 @@ def conductor(engine):
 
 
 def run_function(conductor):
-    conductor.submit(Task("run", [()], lambda results: None, RemoteValue()), is_step=False)
+    conductor.submit(Task("run", [()], lambda results: None, is_step=False))
 
 
 def test_error_of_a_function_is_raised_once(conductor, engine):

@@ -2,20 +2,19 @@
 
 import gc
 import sys
+import weakref
 
 import pytest
 
-from mirror._src.ps.errors import ParameterServerLostError
-from mirror._src.ps.schedule import Scheduler
-from mirror._src.ps.tasks import (
-    Assignment,
+from mirror._src.ps.handles import ParameterServerLostError
+from mirror._src.ps.messages import Assignment, Committed
+from mirror._src.ps.schedule import Task
+from tests.ps.recorded import (
     Cancel,
     Commit,
-    Committed,
     Deliver,
     Fail,
-    Forget,
-    KeepSnapshot,
+    Recorded,
     Restore,
     Revive,
     Start,
@@ -26,7 +25,7 @@ from tests.ps.stored import StoreServer, check_stores
 
 
 def ready(workers=2, *, staleness=0, **options):
-    scheduler = Scheduler(workers, staleness=staleness, **options)
+    scheduler = Recorded(workers, staleness=staleness, **options)
     for worker in range(workers):
         assert scheduler.worker_ready(worker) == []
     return scheduler
@@ -51,7 +50,6 @@ def test_step_is_committed_when_all_parts_have_finished():
     assert scheduler.finished(0, "a") == [
         Commit(0, 0, task, 2),
         Deliver(task, ("a", "b")),
-        Forget(task),
     ]
     assert scheduler.is_idle
 
@@ -67,7 +65,7 @@ def test_next_step_carries_the_commit_and_pulls_the_next_version():
 
 
 def test_workers_start_nothing_before_they_are_ready():
-    scheduler = Scheduler(2, staleness=0)
+    scheduler = Recorded(2, staleness=0)
     assert scheduler.submit(2, is_step=True)[1] == []
     assert started(scheduler.worker_ready(1)) == [(0, 1, 1)]
     assert scheduler.worker_ready(1) == []
@@ -79,7 +77,7 @@ def test_function_runs_beside_a_step():
     scheduler.submit(2, is_step=True)
     task, actions = scheduler.submit(is_step=False)
     assert started(actions) == [(task, 0, 2)]
-    assert scheduler.finished(2, "x") == [Deliver(task, ("x",)), Forget(task)]
+    assert scheduler.finished(2, "x") == [Deliver(task, ("x",))]
 
 
 def test_part_of_a_lost_worker_runs_on_another_before_later_tasks():
@@ -172,8 +170,8 @@ def test_error_cancels_what_has_not_started_and_is_raised_once():
     scheduler.submit(1, is_step=True)
     error = ValueError("user")
     actions = scheduler.failed(1, error)
-    assert actions == [Fail(1, error), Forget(1), Cancel(2), Forget(2)]
-    assert scheduler.submit(is_step=False)[1] == [Cancel(3), Forget(3)]
+    assert actions == [Fail(1, error), Cancel(2)]
+    assert scheduler.submit(is_step=False)[1] == [Cancel(3)]
     assert scheduler.take_error() is None  # the step still runs
     assert Deliver(0, ("a",)) in scheduler.finished(0, "a")
     assert scheduler.take_error() is error
@@ -211,8 +209,8 @@ def test_snapshot_waits_for_steps_and_steps_wait_for_it():
     assert without_starts(scheduler.finished(0, "a")) == [Deliver(0, ("a",))]
     assert scheduler.running == 1
     assert scheduler.finished(1, "b") == [Deliver(1, ("b",)), TakeSnapshot(0)]
-    actions = scheduler.snapshot_taken(0)
-    assert actions[:3] == [KeepSnapshot(0), Forget(0), Forget(1)]
+    actions = scheduler.snapshot_taken(0, "values")
+    assert scheduler.kept == "values"
     assert [task for task, *_ in started(actions)] == [2]
 
 
@@ -221,7 +219,7 @@ def test_steps_since_the_snapshot_are_repeated_after_the_loss_of_a_server():
     for number in range(3):
         scheduler.submit(1, is_step=True)
         scheduler.finished(number, number)
-        scheduler.snapshot_taken(0)
+        scheduler.snapshot_taken(0, None)
     assert scheduler.submit(1, is_step=True)[1]  # assignment 3
     assert scheduler.server_lost(0) == [Restore(1)]
     assert scheduler.finished(3, "of the earlier incarnation") == []
@@ -238,7 +236,7 @@ def test_old_answers_about_servers_are_ignored():
     assert TakeSnapshot(0) in scheduler.finished(0, "a")
     assert scheduler.server_lost(0) == [Restore(1)]
     assert scheduler.server_lost(0) == []  # seen by a second call
-    assert scheduler.snapshot_taken(0) == []
+    assert scheduler.snapshot_taken(0, None) == []
     assert scheduler.server_lost(1) == [Restore(2)]  # lost again while it was loading
     assert scheduler.restored(1) == []
     assert scheduler.restored(2) == [TakeSnapshot(1)]
@@ -265,11 +263,11 @@ def test_function_of_a_lost_worker_runs_again_and_the_loss_of_a_server_repeats_n
     scheduler = ready(2, snapshot_every=5)
     for _ in range(2):
         scheduler.submit(is_step=False)
-    assert scheduler.finished(1, None) == [Deliver(1, (None,)), Forget(1)]
+    assert scheduler.finished(1, None) == [Deliver(1, (None,))]
     assert started(scheduler.worker_lost(0)) == [(0, 0, 1)]
     scheduler.server_lost(0)
     assert scheduler.restored(1) == []
-    assert scheduler.finished(2, "x") == [Deliver(0, ("x",)), Forget(0)]
+    assert scheduler.finished(2, "x") == [Deliver(0, ("x",))]
     assert scheduler.is_idle
 
 
@@ -277,7 +275,7 @@ def test_loss_of_a_server_without_snapshots_ends_training_until_values_are_loade
     scheduler = ready(1)
     scheduler.submit(1, is_step=True)
     scheduler.submit(1, is_step=True)
-    assert scheduler.server_lost(0, 1) == [Cancel(0), Forget(0), Cancel(1), Forget(1)]
+    assert scheduler.server_lost(0, 1) == [Cancel(0), Cancel(1)]
     assert scheduler.take_error() is None
     scheduler.finished(0, None)
     for _ in range(2):
@@ -285,9 +283,9 @@ def test_loss_of_a_server_without_snapshots_ends_training_until_values_are_loade
         assert isinstance(error, ParameterServerLostError)
         assert "Parameter server 1" in str(error)
         assert "step 0" in str(error)
-        assert scheduler.submit(1, is_step=True)[1][0] == Cancel(scheduler._ledger.num_tasks - 1)
+        assert scheduler.submit(1, is_step=True)[1][0] == Cancel(scheduler._num_tasks - 1)
     scheduler.take_error()
-    assert scheduler.load(7) == [Restore(1)]
+    assert scheduler.load(7, None) == [Restore(1)]
     scheduler.restored(1)
     assert scheduler.submit(1, is_step=True)[1][0].assignment.step == 7
 
@@ -296,16 +294,16 @@ def test_load_refuses_while_tasks_run():
     scheduler = ready(1)
     scheduler.submit(1, is_step=True)
     with pytest.raises(RuntimeError, match=r"1 scheduled .*join\(\)"):
-        scheduler.load(0)
+        scheduler.load(0, None)
 
 
 def test_all_workers_gone_cancels_tasks_and_says_so():
     scheduler = ready(2)
     scheduler.submit(2, is_step=True)
     scheduler.worker_gone(0)
-    assert scheduler.worker_gone(1) == [Cancel(0), Forget(0)]
+    assert scheduler.worker_gone(1) == [Cancel(0)]
     assert "2 workers" in str(scheduler.take_error())
-    assert scheduler.submit(1, is_step=True)[1] == [Cancel(1), Forget(1)]
+    assert scheduler.submit(1, is_step=True)[1] == [Cancel(1)]
     assert "2 workers" in str(scheduler.take_error())
     scheduler.worker_ready(0)
     assert started(scheduler.submit(1, is_step=True)[1]) == [(2, 0, 0)]
@@ -345,13 +343,18 @@ def test_servers_that_are_lost_again_and_again_are_an_error():
     assert isinstance(scheduler.take_error(), ParameterServerLostError)
 
 
-def test_submit_rejects_a_number_of_parts(subtests):
-    for staleness, num_parts, is_step in [(0, 0, True), (0, 2, False), (1, 2, True)]:
-        with (
-            subtests.test(staleness=staleness, num_parts=num_parts, is_step=is_step),
-            pytest.raises(ValueError, match=f"`num_parts` must be .*, got {num_parts}"),
-        ):
-            ready(staleness=staleness).submit(num_parts, is_step=is_step)
+def test_batches_are_dropped_when_a_snapshot_covers_them():
+    scheduler = ready(1, snapshot_every=2)
+    tasks = []
+    for number in range(2):
+        task = Task("", [()], list, is_step=True)
+        tasks.append(weakref.ref(task))
+        scheduler.scheduler.submit(task)
+        del task
+        scheduler.finished(number, None)
+    assert all(task() is not None for task in tasks)  # they would be repeated
+    scheduler.snapshot_taken(0, None)
+    assert [task() for task in tasks] == [None, None]
 
 
 def lines_of(call):
@@ -384,7 +387,7 @@ def test_cost_of_an_event_does_not_grow_with_the_queue(subtests):
 
                 def events():
                     for _ in range(10):
-                        scheduler.finished(next(iter(scheduler._workers.running)), None)
+                        scheduler.finished(next(iter(scheduler._running)), None)
                         scheduler.submit(is_step=True)
 
                 return lines_of(events)

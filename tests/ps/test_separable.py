@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from mirror._src.ps.optimizer_tree import join_optimizer_state, split_optimizer_state
+from mirror._src.ps.objects import join_optimizer_state, split_optimizer_state
 from mirror._src.ps.placement import FixedShardsPartitioner, place
 from mirror._src.ps.separable import place_separably, require_separable, structs
 from tests.ps.servers import (

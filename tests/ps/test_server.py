@@ -16,19 +16,19 @@ from tests.support.messages import raises
 from tests.support.processes import free_ports
 from tests.support.waiting import wait_until
 
-cluster_module, server_module, tethered = inside.nodes()
+server_module, tethered = inside.nodes()
 _, ray_cluster = inside.waits_for_ray()
 cluster_of, head_address, head_of = (
-    cluster_module.cluster_of,
-    cluster_module.head_address,
-    cluster_module.head_of,
+    server_module.cluster_of,
+    server_module.head_address,
+    server_module.head_of,
 )
 resource_of, task_of, answers = (
-    cluster_module.resource_of,
-    cluster_module.task_of,
+    server_module.resource_of,
+    server_module.task_of,
     server_module.answers,
 )
-ClusterSpec, ClusterTask = cluster_module.ClusterSpec, cluster_module.ClusterTask
+ClusterSpec, ClusterTask = server_module.ClusterSpec, server_module.ClusterTask
 
 CLUSTER = {"chief": ["c:1"], "ps": ["p:1", "p:2"], "worker": ["w:1", "w:2"]}
 
@@ -161,7 +161,7 @@ def test_nodes_find_the_head_and_end_with_it_or_on_sigterm():
             assert "running" in process.stdout.readline()
         answer = subprocess.run(
             [sys.executable, "-c", CONNECT, chief],
-            env={**os.environ, **cluster_module.token_variables()},
+            env={**os.environ, **server_module.token_variables()},
             capture_output=True,
             text=True,
             timeout=900,

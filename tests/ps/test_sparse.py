@@ -204,7 +204,7 @@ def mirror_mean(grads):
     return mirror.all_reduce("mean", grads)
 
 
-def test_functions_receive_the_arguments_without_model_and_optimizer():
+def test_functions_receive_the_arguments_without_model_optimizer_and_mask():
     received = []
 
     def ids(*args, **kwargs):
@@ -217,7 +217,7 @@ def test_functions_receive_the_arguments_without_model_and_optimizer():
     model, optimizer = create(OPTIMIZERS["sgd"])
     cluster = Cluster(model, optimizer, step=step, sparse={TABLE: ids})
     cluster.part((DATA[0], 2.0))
-    cluster.part((DATA[0], 2.0), 1, batch_of=lambda batch, scale: (batch,))
+    cluster.part((DATA[0], 2.0), 1, weight_of=lambda value: 1.0)
     assert [(len(args), kwargs) for args, kwargs in received] == [(2, {}), (1, {})]
     assert received[0][0][1] == 2.0
     assert isinstance(received[0][0][0]["ids"], np.ndarray)

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from mirror._src.ps.messages import Definition, Push, Rejected, ServerSnapshot
-from mirror._src.ps.optimizer_tree import flatten, nest
+from mirror._src.ps.objects import flatten, nest
 from mirror._src.ps.placement import Slice
 from mirror._src.ps.store import Numbers, Store
 from tests.ps.servers import (

@@ -4,6 +4,8 @@ import numpy as np
 
 from mirror._src.ps.engine import RayEngine
 from mirror._src.ps.messages import (
+    Assignment,
+    Committed,
     Export,
     NotExported,
     NotSetUp,
@@ -18,7 +20,6 @@ from mirror._src.ps.messages import (
     request,
     typed,
 )
-from mirror._src.ps.tasks import Assignment, Committed
 
 VALUE = np.arange(3.0)
 MESSAGES = [
@@ -54,7 +55,7 @@ def test_references_are_sent_once(subtests):
     for work in [
         Export(1, ["fn"]),
         StepWork(Export(1, ["fn"]), Export(2, ["model"]), 7, None),
-        StepWork(Export(1, ["fn"]), Export(2, ["model"]), 7, Export(3, ["w"]), Export(4, ["b"])),
+        StepWork(Export(1, ["fn"]), Export(2, ["model"]), 7, Export(3, ["w"])),
     ]:
         with subtests.test(work=work):
             header, references = request(ASSIGNMENT, work, ())

@@ -9,8 +9,9 @@ import optax
 from flax import nnx
 
 import mirror
+from mirror._src.ps.conductor import error_of
 from mirror._src.ps.messages import (
-    ArgumentOfStep,
+    Assignment,
     Export,
     NotExported,
     Raised,
@@ -19,10 +20,8 @@ from mirror._src.ps.messages import (
     StepWork,
 )
 from mirror._src.ps.objects import TrainingObjects
-from mirror._src.ps.processes import error_of
-from mirror._src.ps.step_data import as_users
+from mirror._src.ps.step_data import ArgumentOfStep, as_users
 from mirror._src.ps.store import Store
-from mirror._src.ps.tasks import Assignment
 from tests.ps.digits import (
     Net,
     are_equal,

@@ -71,8 +71,7 @@ from mirror._src.inspection import memory_report, peers, timing, verify, watch
 from mirror._src.keras import batches as keras_batch_module
 from mirror._src.keras import hooks as keras_hook_module
 from mirror._src.keras import step_function as keras_steps
-from mirror._src.ps import cluster, conductor, ray_cluster, server, tethered
-from mirror._src.ps.elsewhere import ELSEWHERE
+from mirror._src.ps import conductor, ray_cluster, server, tethered
 from mirror._src.ps.strategy import ServerScope
 from mirror._src.ps.variables import ServerVariable
 from mirror._src.strategy import multi_worker
@@ -294,12 +293,14 @@ def server_variable(name: str, variables: Any) -> ServerVariable:
 def replacements() -> tuple[dict[str, str], dict[tuple[str, str], str]]:
     """The methods of other strategies and their replacements: users see one by its error."""
     starts = ("Instead of ", "There is no equivalent of ")  # not guesses
-    return ELSEWHERE, {k: v for k, v in other_names.advice().items() if v.startswith(starts)}
+    advice = other_names.advice()
+    instead = {name: text for (owner, name), text in advice.items() if owner == "parameter servers"}
+    return instead, {k: v for k, v in advice.items() if v.startswith(starts)}
 
 
 def nodes() -> tuple[ModuleType, ...]:
     """The nodes of a cluster with parameter servers: publicly, they need one process each."""
-    return cluster, server, tethered
+    return server, tethered
 
 
 def count_calls(
@@ -603,7 +604,7 @@ def doctor_of_jobs() -> tuple[ModuleType, ...]:
 
 def doctor_of_ray() -> tuple[ModuleType, ModuleType]:
     """The checks of `mirror doctor` in a cluster of Ray, and the names of its resources."""
-    return ray_nodes, cluster
+    return ray_nodes, server
 
 
 def doctor_report() -> tuple[ModuleType, ModuleType]:

@@ -3,7 +3,7 @@
 import dis
 import inspect
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -49,7 +49,7 @@ def unknown_name(module: str, name: str, caller: FrameType) -> Exception:
 
 
 def unknown_attribute(
-    owner: str, value: object, name: str, told: Mapping[str, str] | None = None
+    owner: str, value: object, name: str, first: str | None = None
 ) -> AttributeError:
     """Returns the error for an attribute that an object does not have.
 
@@ -57,13 +57,13 @@ def unknown_attribute(
         owner: "strategy", "replica_context", "trainer" or "variable"; see `other_names.advice`.
         value: The object.
         name: Name of the attribute.
-        told: By name, what to use instead; replaces the advice for the owner.
+        first: Owner whose advice replaces the one for `owner`, such as "parameter servers".
     """
     text = f"{type(value).__name__!r} object has no attribute {name!r}"
     if _is_private(name):
         return AttributeError(text, name=name)
-    if told is not None and name in told:
-        return AttributeError(f"{text}. {told[name]}", name=name)
+    if first is not None and (told := advice().get((first, name))) is not None:
+        return AttributeError(f"{text}. {told}", name=name)
     known = dir(type(value))
     return AttributeError(f"{text}. {suggestion(owner, name, known)}".strip(), name=name)
 

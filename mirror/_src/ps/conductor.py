@@ -1,5 +1,6 @@
-"""`Conductor`: carries out what the scheduler decides, and reports what happened to it."""
+"""`Conductor`: carries out what the scheduler decides, in a background thread."""
 
+import functools
 import logging
 import queue
 import threading
@@ -7,19 +8,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from mirror._src.ps import tasks as act
+from mirror._src.ps.engine import RayEngine
+from mirror._src.ps.handles import CancelledError
 from mirror._src.ps.messages import (
+    Assignment,
+    Committed,
     Definition,
+    Lost,
     NotSetUp,
     Raised,
     Rejected,
-    Result,
     ServerLost,
     ServerSnapshot,
 )
-from mirror._src.ps.processes import Engine, Lost, Task, are_all_answers, error_of
-from mirror._src.ps.remote_value import CancelledError
-from mirror._src.ps.schedule import Scheduler
+from mirror._src.ps.schedule import Scheduler, Task
 
 _logger = logging.getLogger("mirror")
 
@@ -43,31 +45,25 @@ class Conductor:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: RayEngine,
         *,
         staleness: int | None,
         snapshot_every: int = 0,
     ) -> None:
         self._engine = engine
         self._scheduler = Scheduler(
-            engine.num_workers,
-            staleness=staleness,
-            snapshot_every=snapshot_every,
+            self, engine.num_workers, staleness=staleness, snapshot_every=snapshot_every
         )
-        self._tasks: dict[int, Task] = {}
-        self._current: dict[int, set[int]] = {}  # the numbers of each worker's assignments
         self._ready: set[int] = set()
-        self._taken: dict[int, list[ServerSnapshot]] = {}
-        is_sync = staleness == 0
-        self._definitions = [engine.dumps(Definition((), None, is_sync))] * engine.num_servers
-        self.kept = [ServerSnapshot({})] * engine.num_servers
+        definition = engine.dumps(Definition((), None, staleness == 0))
+        self._definitions = [definition] * engine.num_servers
         self.losses: dict[str, int] = {"workers": 0, "rejoined": 0, "servers": 0}
         self.devices_per_worker = 1
         self._broken: BaseException | None = None
         self._is_closed = False
         self._progress = time.monotonic()
         self._changed = threading.Condition(threading.RLock())
-        self._events: queue.SimpleQueue[Callable[[], Sequence[act.Action]] | None]
+        self._events: queue.SimpleQueue[Callable[[], None] | None]
         self._events = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="mirror-coordinator", daemon=True)
 
@@ -75,9 +71,9 @@ class Conductor:
         """Loads the servers, sets the workers up, and starts the thread."""
         self._thread.start()
         with self._changed:
-            self._perform(self._scheduler.load(0))
+            self._do(self._scheduler.load, 0, [ServerSnapshot({})] * self._engine.num_servers)
             for worker in range(self._engine.num_workers):
-                self._perform([act.Revive(worker)])
+                self._do(self.revive, worker)
             self._await_start()
 
     def close(self) -> None:
@@ -86,11 +82,8 @@ class Conductor:
             if self._is_closed:
                 return
             self._is_closed = True
-            for task in self._tasks.values():
-                task.value._resolve(
-                    error=CancelledError("The strategy was closed before this function ended.")
-                )
-            self._changed.notify_all()
+            text = "The strategy was closed before this function ended."
+            self._resolve_all(CancelledError(text))
         self._events.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(5)
@@ -107,7 +100,7 @@ class Conductor:
         with self._changed:
             return self._scheduler.has_lost_values or self._is_closed
 
-    def submit(self, task: Task, *, is_step: bool) -> None:
+    def submit(self, task: Task) -> None:
         """Schedules a function.
 
         Raises:
@@ -115,11 +108,9 @@ class Conductor:
         """
         with self._changed:
             self._wait(lambda: self._scheduler.queued < _MAX_QUEUED, None, "schedule")
-            number, actions = self._scheduler.submit(len(task.arguments), is_step=is_step)
-            self._tasks[number] = task
             if self._scheduler.running == 0:
                 self._progress = time.monotonic()
-            self._perform(actions)
+            self._do(self._scheduler.submit, task)
 
     def join(self, timeout: float | None) -> None:
         """Waits until all scheduled functions have ended.
@@ -149,19 +140,20 @@ class Conductor:
         with self._changed:
             self._wait(lambda: self._scheduler.is_idle, None, "schedule")
             self._definitions = list(definitions)
-            self.kept = [snapshot._replace(version=step) for snapshot in snapshots]
-            self._perform(self._scheduler.load(step))
+            loaded = [snapshot._replace(version=step) for snapshot in snapshots]
+            self._do(self._scheduler.load, step, loaded)
 
     def take_snapshot(self) -> list[ServerSnapshot]:
         """Returns the state of all servers, between two updates."""
         with self._changed:
             while True:
                 incarnation = self._scheduler.incarnation
-                self._perform(self._scheduler.request_snapshot())
+                self._do(self._scheduler.request_snapshot)
                 self._wait(lambda: self._scheduler.is_idle, None, "join")
                 # After a loss, a snapshot is taken before the steps since the last are repeated.
                 if self._scheduler.incarnation == incarnation:
-                    return self.kept
+                    snapshots: list[ServerSnapshot] = self._scheduler.kept
+                    return snapshots
 
     # Everything below is called with the lock held.
 
@@ -227,160 +219,149 @@ class Conductor:
                 return
             with self._changed:
                 try:
-                    self._perform(event())
+                    event()
                 except BaseException as error:
                     self._break(error)
                 self._changed.notify_all()
 
-    def _post(self, method: Callable[..., Sequence[act.Action]], *arguments: Any) -> Callable:
+    def _post(self, method: Callable[..., None], *arguments: Any) -> Callable[[Any], None]:
         """Returns a function that lets the thread call a method with a reply."""
         return lambda reply: self._events.put(lambda: method(*arguments, reply))
 
-    def _perform(self, actions: Sequence[act.Action]) -> None:
+    def _do(self, method: Callable[..., Any], *arguments: Any) -> None:
+        """Calls a method of the scheduler."""
         try:
-            self._carry_out(actions)
+            method(*arguments)
         except Exception as error:  # the scheduler takes for started what was not
             self._break(error)
             raise
+        finally:
+            self._changed.notify_all()
 
     def _break(self, error: BaseException) -> None:
         """Ends all tasks with an error of the engine, which all calls raise from now on."""
         self._broken = error
-        for task in self._tasks.values():
+        self._resolve_all(error)
+
+    def _resolve_all(self, error: BaseException) -> None:
+        for task in self._scheduler.unsettled.values():
             task.value._resolve(error=error)
         self._changed.notify_all()
 
-    def _carry_out(self, actions: Sequence[act.Action]) -> None:
-        for action in actions:
-            match action:
-                case act.Start(assignment):
-                    task = self._tasks[assignment.task]
-                    self._current.setdefault(assignment.worker, set()).add(assignment.number)
-                    arguments = (assignment, *task.arguments[assignment.part])
-                    done = self._post(self._answered, assignment)
-                    self._engine.call_worker(assignment.worker, task.method, arguments, done)
-                case act.Commit():
-                    commits = [tuple(action)] * self._engine.num_servers
-                    done = self._post(self._committed, action.incarnation)
-                    self._engine.call_servers("commit", commits, done)
-                case act.Deliver(number, results):
-                    self._deliver(self._tasks[number], results)
-                case act.Fail(number, error):
-                    self._tasks[number].value._resolve(error=error)
-                case act.Cancel(number):
-                    self._tasks[number].value._resolve(
-                        error=CancelledError(
-                            "An earlier scheduled function failed before this one ran. Handle its "
-                            "error, then schedule this function again."
-                        )
-                    )
-                case act.Forget(number):
-                    del self._tasks[number]
-                case act.Revive(worker):
-                    self._ready.discard(worker)
-                    self._engine.set_up_worker(worker, self._post(self._revived, worker))
-                case act.TakeSnapshot(number):
-                    done = self._post(self._snapshot, number, self._scheduler.incarnation)
-                    empty: list[tuple[Any, ...]] = [()] * self._engine.num_servers
-                    self._engine.call_servers("snapshot", empty, done)
-                case act.KeepSnapshot(number):
-                    self.kept = self._taken.pop(number)
-                case act.Restore(incarnation):
-                    loads = [
-                        (definition, kept, incarnation)
-                        for definition, kept in zip(self._definitions, self.kept, strict=True)
-                    ]
-                    done = self._post(self._loaded, incarnation)
-                    self._engine.call_servers("load", loads, done, waits_for_restart=True)
-        self._changed.notify_all()
+    # `Actions` of the scheduler.
 
-    def _deliver(self, task: Task, results: Sequence[Result]) -> None:
-        self._progress = time.monotonic()
-        try:
-            value = task.join(results)
-        except Exception as error:
-            task.value._resolve(error=error)
-        else:
-            task.value._resolve(value)
+    def run(self, assignment: Assignment, task: Task) -> None:
+        """See `Actions`."""
+        arguments = (assignment, *task.arguments[assignment.part])
+        done = self._post(self._answered, assignment)
+        self._engine.call_worker(assignment.worker, task.method, arguments, done)
 
-    def _answered(self, assignment: act.Assignment, reply: Any) -> Sequence[act.Action]:
-        number, worker = assignment.number, assignment.worker
+    def commit(self, incarnation: int, commit: Committed) -> None:
+        """See `Actions`."""
+        arguments = [(incarnation, *commit)] * self._engine.num_servers
+        self._call_servers("commit", arguments, lambda _: None)
+
+    def revive(self, worker: int) -> None:
+        """See `Actions`."""
+        self._ready.discard(worker)
+        self._engine.set_up_worker(worker, self._post(self._revived, worker))
+
+    def collect(self, number: int) -> None:
+        """See `Actions`."""
+        empty: list[tuple[Any, ...]] = [()] * self._engine.num_servers
+        taken = functools.partial(self._scheduler.snapshot_taken, number)
+        self._call_servers("snapshot", empty, taken)
+
+    def restore(self, incarnation: int, kept: Sequence[ServerSnapshot]) -> None:
+        """See `Actions`."""
+        pairs = zip(self._definitions, kept, strict=True)
+        arguments = [(*pair, incarnation) for pair in pairs]
+        self._call_servers(
+            "load",
+            arguments,
+            lambda _: self._scheduler.restored(incarnation),
+            waits_for_restart=True,
+        )
+
+    def _call_servers(
+        self,
+        method: str,
+        arguments: Sequence[Sequence[Any]],
+        then: Callable[[list[Any]], None],
+        **options: bool,
+    ) -> None:
+        """Calls a method of each server, and then what gets the replies of all."""
+        incarnation = self._scheduler.incarnation
+
+        def answered(replies: list[Any]) -> None:
+            if any(isinstance(each, Lost | Rejected | BaseException) for each in replies):
+                self._server_lost(incarnation, replies)
+            else:
+                then(replies)
+
+        self._engine.call_servers(method, arguments, self._post(answered), **options)
+
+    def _answered(self, assignment: Assignment, reply: Any) -> None:
+        number, worker, scheduler = assignment.number, assignment.worker, self._scheduler
         if isinstance(reply, Lost | NotSetUp):
-            if number not in self._current.get(worker, ()):
-                return []  # of a process whose loss is known
-            return self._worker_lost(worker, assignment, reply)
-        self._current.get(worker, set()).discard(number)
+            if scheduler.is_running(number):  # otherwise the loss of the process is known
+                self._worker_lost(assignment, reply)
+            return
+        self._progress = time.monotonic()
         if isinstance(reply, ServerLost):
-            actions = self._scheduler.lost_server_in(number, reply.server)
-            return self._noted(reply.server, actions)
-        if isinstance(reply, Raised):
-            return self._scheduler.failed(number, error_of(reply, worker, self._engine.loads))
-        if isinstance(reply, BaseException):
-            return self._scheduler.failed(number, reply)
-        return self._scheduler.finished(number, reply)
+            self._note_loss(reply.server, scheduler.lost_server_in(number, reply.server))
+        elif isinstance(reply, Raised):
+            scheduler.failed(number, error_of(reply, worker, self._engine.loads))
+        elif isinstance(reply, BaseException):
+            scheduler.failed(number, reply)
+        else:
+            scheduler.finished(number, reply)
 
-    def _worker_lost(
-        self, worker: int, assignment: act.Assignment, reply: Any
-    ) -> Sequence[act.Action]:
-        self._current.pop(worker, None)
+    def _worker_lost(self, assignment: Assignment, reply: Any) -> None:
+        worker = assignment.worker
         self.losses["workers"] += 1
         what = f"function {assignment.task}"
         if assignment.step is not None:
             what = f"step {assignment.step}"
         _logger.warning("Worker %d was lost in %s; its work goes to another worker.", worker, what)
         if isinstance(reply, Lost) and reply.is_forever:
-            return self._scheduler.worker_gone(worker)
-        return self._scheduler.worker_lost(worker)
+            self._scheduler.worker_gone(worker)
+        else:
+            self._scheduler.worker_lost(worker)
 
-    def _revived(self, worker: int, reply: Any) -> Sequence[act.Action]:
-        if isinstance(reply, Lost):
-            if not reply.is_forever:
-                return self._scheduler.worker_lost(worker)
+    def _revived(self, worker: int, reply: Any) -> None:
+        if isinstance(reply, BaseException):
+            raise reply
+        if isinstance(reply, Lost) and reply.is_forever:
             _logger.error("Worker %d cannot be restarted: %s", worker, reply.reason)
-            return self._scheduler.worker_gone(worker)
-        if isinstance(reply, BaseException):
-            raise reply
-        self.devices_per_worker = reply
-        if self.losses["workers"] > self.losses["rejoined"]:
-            self.losses["rejoined"] += 1
-            _logger.warning("Worker %d has returned.", worker)
-        self._ready.add(worker)
-        return self._scheduler.worker_ready(worker)
+            self._scheduler.worker_gone(worker)
+        elif isinstance(reply, Lost):
+            self._scheduler.worker_lost(worker)
+        else:
+            self.devices_per_worker = reply
+            if self.losses["workers"] > self.losses["rejoined"]:
+                self.losses["rejoined"] += 1
+                _logger.warning("Worker %d has returned.", worker)
+            self._ready.add(worker)
+            self._scheduler.worker_ready(worker)
 
-    def _committed(self, incarnation: int, reply: Any) -> Sequence[act.Action]:
-        return [] if are_all_answers(reply) else self._server_lost(incarnation, None, reply)
-
-    def _snapshot(self, number: int, incarnation: int, reply: Any) -> Sequence[act.Action]:
-        if not are_all_answers(reply):
-            return self._server_lost(incarnation, None, reply)
-        self._taken = {number: list(reply)}
-        return self._scheduler.snapshot_taken(number)
-
-    def _loaded(self, incarnation: int, reply: Any) -> Sequence[act.Action]:
-        if not are_all_answers(reply):
-            return self._server_lost(incarnation, None, reply)
-        return self._scheduler.restored(incarnation)
-
-    def _server_lost(self, incarnation: int, server: int | None, reply: Any) -> list[act.Action]:
-        if isinstance(reply, BaseException):
-            raise reply
-        for index, each in enumerate(reply if isinstance(reply, list) else [reply]):
-            if isinstance(each, BaseException):
-                raise each
-            if isinstance(each, Lost):
-                server = each.task
-            elif isinstance(each, Rejected) and each.reason == "not loaded" and server is None:
+    def _server_lost(self, incarnation: int, replies: Sequence[Any]) -> None:
+        server = None
+        for index, reply in enumerate(replies):
+            if isinstance(reply, BaseException):
+                raise reply
+            if isinstance(reply, Lost):
+                server = reply.task
+            elif isinstance(reply, Rejected) and reply.reason == "not loaded" and server is None:
                 server = index
-        return self._noted(server, self._scheduler.server_lost(incarnation, server))
+        self._note_loss(server, self._scheduler.server_lost(incarnation, server))
 
-    def _noted(self, server: int | None, actions: list[act.Action]) -> list[act.Action]:
+    def _note_loss(self, server: int | None, is_new: bool) -> None:
         """Logs a loss of a server that the scheduler did not know yet."""
-        is_new = any(isinstance(action, act.Restore) for action in actions)
         if is_new:
             self.losses["servers"] += 1
             name = "A parameter server" if server is None else f"Parameter server {server}"
             _logger.warning("%s was lost; all servers return to their last snapshot.", name)
-        return actions
 
     def _log_if_stuck(self) -> None:
         with self._changed:
@@ -394,3 +375,22 @@ class Conductor:
                 *(idle, self._scheduler.queued, self._scheduler.running),
                 *(lost, self._engine.num_workers),
             )
+
+
+def error_of(raised: Raised, worker: int, loads: Callable[[Any], Any]) -> BaseException:
+    """Returns the error that the user's function raised on a worker."""
+    error: BaseException = RuntimeError(raised.text)
+    if raised.pickled is not None:
+        try:
+            loaded = loads(raised.pickled)
+            if isinstance(loaded, BaseException):
+                error = loaded
+            else:
+                kind, arguments, attributes = loaded
+                error = kind.__new__(kind, *arguments)
+                error.args = arguments
+                vars(error).update(attributes)
+        except Exception:
+            error = RuntimeError(raised.text)
+    error.add_note(f"Raised on worker {worker}:\n{raised.traceback}")
+    return error

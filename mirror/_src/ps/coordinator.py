@@ -1,7 +1,7 @@
 """`ClusterCoordinator`: schedules functions on the workers of a parameter server."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import jax
 from flax import nnx
@@ -11,51 +11,14 @@ from mirror._src.base.modules import set_module
 from mirror._src.base.naming import name_of
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.types import PyTree
-from mirror._src.ps.conductor import Conductor
-from mirror._src.ps.datasets import PerWorkerDataset, PerWorkerIterator
-from mirror._src.ps.engine import RayEngine
-from mirror._src.ps.messages import ArgumentOfStep, Result, StepWork, without_places
-from mirror._src.ps.pickling import pickled_function, require_no_remote_values
-from mirror._src.ps.processes import Task
-from mirror._src.ps.remote_value import RemoteValue
-from mirror._src.ps.step_data import as_users, num_rows, on_host
-from mirror._src.ps.training import ServedTraining
-from mirror._src.strategy.strategy import Strategy
-from mirror._src.training.runners import RemoteStrategy
-
-
-class ServedStrategy(Protocol):
-    """The attributes of `ParameterServerStrategy` that scheduling uses."""
-
-    _coordinator: Any
-    _conductor: Conductor
-    _engine: RayEngine
-    _training: ServedTraining
-
-    @property
-    def local(self) -> Strategy:
-        """The strategy of the main program."""
-        ...
-
-    @property
-    def num_workers(self) -> int:
-        """Number of workers."""
-        ...
-
-    @property
-    def is_sync(self) -> bool:
-        """Whether each update has the gradients of all workers."""
-        ...
-
-    @property
-    def num_parts(self) -> int:
-        """Number of parts into which the batch of a step is split."""
-        ...
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """Number of replicas that compute an update."""
-        ...
+from mirror._src.ps.handles import PerWorkerDataset, PerWorkerIterator, RemoteValue
+from mirror._src.ps.step_data import (
+    ArgumentOfStep,
+    num_rows,
+    require_no_remote_values,
+    without_places,
+)
+from mirror._src.ps.strategy import ParameterServerStrategy
 
 
 @set_module("mirror.ps")
@@ -78,9 +41,8 @@ class ClusterCoordinator:
     >>> loss.fetch()
     """
 
-    def __new__(cls, strategy: ServedStrategy) -> "ClusterCoordinator":
-        # `ParameterServerStrategy` itself imports this module.
-        if not isinstance(strategy, RemoteStrategy):
+    def __new__(cls, strategy: ParameterServerStrategy) -> "ClusterCoordinator":
+        if not isinstance(strategy, ParameterServerStrategy):
             fix = "Pass mirror.ps.ParameterServerStrategy(ps=1, workers=2)."
             raise TypeError(
                 expected("strategy", strategy, "a mirror.ps.ParameterServerStrategy", fix)
@@ -90,11 +52,11 @@ class ClusterCoordinator:
         coordinator: ClusterCoordinator = strategy._coordinator
         return coordinator
 
-    def __init__(self, strategy: ServedStrategy) -> None:
-        self._strategy = strategy
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        self._strategy, self._served = strategy, strategy._training
 
     @property
-    def strategy(self) -> ServedStrategy:
+    def strategy(self) -> ParameterServerStrategy:
         """The strategy."""
         return self._strategy
 
@@ -138,11 +100,11 @@ class ClusterCoordinator:
             fix = "Pass the function itself: coordinator.schedule(fn, args)."
             raise TypeError(expected("fn", fn, "callable", fix))
         args, kwargs = _require_arguments(args, kwargs)
-        self._conductor.raise_error()
+        self._served.conductor.raise_error()
         require_no_remote_values((args, kwargs), name_of(fn))
         objects = _objects_in((args, kwargs))
         if not objects:
-            return self._schedule_function(fn, args, kwargs)
+            return self._served.schedule_function(fn, args, kwargs)
         model, optimizer = _model_and_optimizer(objects, name_of(fn))
         if self._strategy.is_sync:
             raise ValueError(
@@ -152,7 +114,7 @@ class ClusterCoordinator:
             )
         tree = _with_places((args, kwargs), model, optimizer)
         num_rows(fn, *without_places(tree))  # checks them
-        return self._schedule_step(fn, model, optimizer, [tree])
+        return self._served.schedule_step(fn, model, optimizer, [tree])
 
     @api_boundary
     def join(self, timeout: float | None = None) -> None:
@@ -169,18 +131,7 @@ class ClusterCoordinator:
         """
         if timeout is not None:
             timeout = require_secs("timeout", timeout)
-        training = self._strategy._training
-        try:
-            self._conductor.join(timeout)
-        except TimeoutError:
-            raise
-        except Exception:
-            if not self._conductor.has_lost_values:
-                training.collect()
-            else:
-                training.forget()
-            raise
-        training.collect()
+        self._served.join(timeout)
 
     @api_boundary
     def done(self) -> bool:
@@ -189,8 +140,8 @@ class ClusterCoordinator:
         Raises:
             Exception: What a scheduled function raised. Waits until nothing runs any more before.
         """
-        self._conductor.raise_error()
-        return self._conductor.is_idle
+        self._served.conductor.raise_error()
+        return self._served.conductor.is_idle
 
     @api_boundary
     def fetch(self, tree: PyTree) -> PyTree:
@@ -217,65 +168,7 @@ class ClusterCoordinator:
         if not callable(dataset_fn):
             fix = "Pass a function that returns the dataset."
             raise TypeError(expected("dataset_fn", dataset_fn, "callable", fix))
-        engine = self._strategy._engine
-        export = engine.export(dataset_fn, pickled_function(engine, dataset_fn))
-        return PerWorkerDataset(engine.next_key, export)
-
-    @property
-    def _conductor(self) -> Any:
-        return self._strategy._conductor
-
-    def _schedule_function(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> RemoteValue:
-        engine = self._strategy._engine
-        export = engine.export(fn, pickled_function(engine, fn))
-        arguments = pickled_function(engine, (args, kwargs), f"the arguments of {name_of(fn)}")
-        value = RemoteValue()
-        task = Task("run_function", [(export, arguments)], _single, value)
-        self._conductor.submit(task, is_step=False)
-        return value
-
-    def _schedule_step(
-        self,
-        fn: Callable[..., Any],
-        model: nnx.Module,
-        optimizer: nnx.Optimizer[Any],
-        parts: Sequence[PyTree],
-        *,
-        weight_of: Callable[[Any], float] | None = None,
-        batch_of: Callable[..., tuple[Any, ...]] | None = None,
-        join: Callable[[Sequence[Result]], Any] | None = None,
-    ) -> RemoteValue:
-        """Schedules a training step.
-
-        Args:
-            fn: The step.
-            model: The model.
-            optimizer: The optimizer.
-            parts: For each part of the batch, positional and keyword arguments, in which an
-                `ArgumentOfStep` stands for model and optimizer.
-            weight_of: As in `StepWork`.
-            batch_of: As in `StepWork`.
-            join: Returns the result, given the results of the parts. Defaults to the only one.
-        """
-        engine = self._strategy._engine
-        pickled = [
-            pickled_function(engine, on_host(part), f"the arguments of {name_of(fn)}")
-            for part in parts
-        ]
-        function = engine.export(fn, pickled_function(engine, fn))
-        weight, batch = (f if f is None else engine.export(f) for f in (weight_of, batch_of))
-        share, ordinal = self._strategy._training.prepare(model, optimizer)
-        work = StepWork(function, share, ordinal, weight, batch)
-        value = RemoteValue()
-        task = Task("run_part", [(work, each) for each in pickled], join or _single, value)
-        self._conductor.submit(task, is_step=True)
-        return value
-
-
-def _single(results: Sequence[Result]) -> Any:
-    return as_users(results[0].value)
+        return PerWorkerDataset(self._served.engine.next_key, self._served.export(dataset_fn))
 
 
 def _require_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -17,7 +17,6 @@ import optax
 
 from mirror._src.base.types import Array, PyTree
 from mirror._src.ps.placement import Placement, Slice, rows
-from mirror._src.ps.tasks import Assignment
 
 _MOST_PACKED_BYTES = 64 << 10
 
@@ -206,6 +205,45 @@ class Push(NamedTuple):
     rows: Mapping[str, tuple[np.ndarray, Any]] = {}
 
 
+class Committed(NamedTuple):
+    """A finished synchronous step: what a server applies, once, at version `step`.
+
+    Attributes:
+        step: The version of all servers until this commit; afterwards it is `step + 1`.
+        task: The number of the task whose gradients are applied. All other gradients are dropped.
+        num_parts: The number of its parts.
+    """
+
+    step: int
+    task: int
+    num_parts: int
+
+
+class Assignment(NamedTuple):
+    """One part of a task on one worker.
+
+    Attributes:
+        number: Names this assignment in the events that answer it; never used twice.
+        task: The number of the task.
+        part: The index of the part.
+        num_parts: The number of parts of the task.
+        worker: The index of the worker.
+        incarnation: How often the servers have gone back to a snapshot.
+        commit: The last commit of this incarnation, for servers that have not received it yet.
+            None for asynchronous steps.
+        step: The version of the servers that a synchronous step needs, otherwise None.
+    """
+
+    number: int
+    task: int
+    part: int
+    num_parts: int
+    worker: int
+    incarnation: int
+    commit: Committed | None
+    step: int | None
+
+
 class Export(NamedTuple):
     """An object that a worker fetches once: a function, or the definition of a model.
 
@@ -219,30 +257,6 @@ class Export(NamedTuple):
     reference: list[Any] | None
 
 
-class ArgumentOfStep(NamedTuple):
-    """Stands for the model, the optimizer or the next batch among the arguments of a step."""
-
-    kind: str  # "model", "optimizer" or "next"
-    iterator: Any = None
-
-
-def is_place(node: Any) -> bool:
-    """Whether a node among the arguments of a step stands for something else."""
-    return isinstance(node, ArgumentOfStep)
-
-
-def filled(tree: PyTree, value_for: Callable[[ArgumentOfStep], Any]) -> PyTree:
-    """Replaces each `ArgumentOfStep` among the arguments of a step."""
-    return jax.tree.map(
-        lambda node: value_for(node) if is_place(node) else node, tree, is_leaf=is_place
-    )
-
-
-def without_places(tree: PyTree) -> PyTree:
-    """Returns the arguments of a step without the places of the others."""
-    return filled(tree, lambda _: None)
-
-
 class StepWork(NamedTuple):
     """A training step, for all of its parts.
 
@@ -251,16 +265,13 @@ class StepWork(NamedTuple):
         model: Export of its `ModelShare`.
         ordinal: Number of the update: random keys are folded with it.
         weight_of: Export of a function that returns the weight of a part of a `Trainer`'s batch,
-            given its result. None: the batch is not split.
-        batch_of: Export of a function that returns what the functions of `sparse` receive, given
-            the other positional arguments than model and optimizer; None means all arguments.
+            given its result. None: a step of the user, whose batch is not split.
     """
 
     fn: Export
     model: Export
     ordinal: int
     weight_of: Export | None
-    batch_of: Export | None = None
 
 
 class ModelShare(NamedTuple):
@@ -281,10 +292,18 @@ class Result(NamedTuple):
     value: Any
 
 
-class PerReplicaResult(NamedTuple):
-    """A result that differs between the replicas of a worker."""
+class Lost(NamedTuple):
+    """The answer of a process that has ended.
 
-    values: tuple[Any, ...]
+    Attributes:
+        task: Index of the server or worker.
+        is_forever: Whether it will not be restarted.
+        reason: Why, in words.
+    """
+
+    task: int
+    is_forever: bool
+    reason: str
 
 
 class ServerLost(NamedTuple):

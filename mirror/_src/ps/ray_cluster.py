@@ -1,5 +1,6 @@
 """The cluster of Ray that a parameter server runs on: connecting to it, and its resources."""
 
+import functools
 import logging
 import os
 import signal
@@ -12,10 +13,17 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, final
 
 from mirror._src.base.errors import first_line
+from mirror._src.base.optional import require
 from mirror._src.cluster.cluster import ClusterSpec, ClusterTask
-from mirror._src.ps.cluster import TOKEN, head_address, head_of, resource_of, token_variables
-from mirror._src.ps.ray_actors import import_ray
-from mirror._src.ps.server import Server, answers
+from mirror._src.ps.server import (
+    TOKEN,
+    Server,
+    answers,
+    head_address,
+    head_of,
+    resource_of,
+    token_variables,
+)
 
 _logger = logging.getLogger("mirror")
 _WAIT_SECS = 60.0
@@ -24,6 +32,19 @@ _LINE_SECS = 10.0  # before and between the lines about a wait
 _STATS = "RAY_USAGE_STATS_ENABLED"
 _PIN = 0.001
 """Share of the resource of a task's node that pins an actor to the node."""
+
+
+@functools.cache
+def import_ray() -> Any:
+    """Returns the module `ray`.
+
+    Raises:
+        ModuleNotFoundError: If it is not installed; the message says how to install it.
+    """
+    with warnings.catch_warnings():
+        # Of tqdm, which Ray imports, in notebooks without ipywidgets.
+        warnings.filterwarnings("ignore", "IProgress not found")
+        return require("ray", "mirror.ps.ParameterServerStrategy", "ray")
 
 
 class Demand(NamedTuple):

@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from mirror._src.jaxprs.equations import Scan, While, called, walk
 from mirror._src.jaxprs.primitives import ADDITION, ELEMENTWISE, REDUCTION
 from mirror._src.jaxprs.trace import trace
-from mirror._src.ps.optimizer_tree import (
+from mirror._src.ps.objects import (
     Path,
     as_numpy,
     flatten,

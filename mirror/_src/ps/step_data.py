@@ -1,17 +1,104 @@
-"""The batch of a step on its way to a worker, and the result on its way back."""
+"""Arguments and results of scheduled functions: checked, pickled, split, and converted."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+from mirror._src.base.errors import describe
 from mirror._src.base.naming import leaf_names, name_of
+from mirror._src.base.source_lines import users_function
 from mirror._src.base.types import PyTree
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.per_replica import PerReplica, is_per_replica, per_replica
-from mirror._src.ps.messages import PerReplicaResult
+from mirror._src.ps.handles import RemoteValue
+
+
+class ArgumentOfStep(NamedTuple):
+    """Stands for the model, the optimizer or the next batch among the arguments of a step."""
+
+    kind: str  # "model", "optimizer" or "next"
+    iterator: Any = None
+
+
+def is_place(node: Any) -> bool:
+    """Whether a node among the arguments of a step stands for something else."""
+    return isinstance(node, ArgumentOfStep)
+
+
+def filled(tree: PyTree, value_for: Callable[[ArgumentOfStep], Any]) -> PyTree:
+    """Replaces each `ArgumentOfStep` among the arguments of a step."""
+    return jax.tree.map(
+        lambda node: value_for(node) if is_place(node) else node, tree, is_leaf=is_place
+    )
+
+
+def without_places(tree: PyTree) -> PyTree:
+    """Returns the arguments of a step without the places of the others."""
+    return filled(tree, lambda _: None)
+
+
+class PerReplicaResult(NamedTuple):
+    """A result that differs between the replicas of a worker."""
+
+    values: tuple[Any, ...]
+
+
+def pickled(dumps: Callable[[Any], Any], value: Any, what: str) -> Any:
+    """Returns the pickle of a function or of arguments, which `what` names.
+
+    Raises:
+        TypeError: If it cannot be pickled; the message names the captured variable.
+    """
+    try:
+        return dumps(value)
+    except Exception as error:
+        users = users_function(value)  # a step of `Trainer` has its loss function
+        if users is not value and _is_picklable(dumps, users):
+            users = value
+        value, what = users, what or name_of(users)
+        culprit = _culprit(dumps, value) if callable(value) else ""
+        raise TypeError(
+            f"Cannot send {what} to a worker{culprit}: {type(error).__name__}: {error} Create such "
+            "objects inside the function, or pass arrays and plain values."
+        ) from error
+
+
+def require_no_remote_values(tree: Any, fn_name: str) -> None:
+    """Rejects arguments that are results of other scheduled functions.
+
+    Raises:
+        TypeError: If there is one.
+    """
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Pytree))
+    if any(isinstance(leaf, RemoteValue) for leaf in leaves):
+        raise TypeError(
+            f"{fn_name} got a RemoteValue as an argument. Pass its result: value.fetch()."
+        )
+
+
+def _culprit(dumps: Callable[[Any], Any], fn: Callable[..., Any]) -> str:
+    """Returns which captured variable of a function cannot be pickled, for the message."""
+    try:
+        captured = inspect.getclosurevars(inspect.unwrap(fn))
+    except (TypeError, ValueError):
+        return ""
+    for name, value in {**captured.globals, **captured.nonlocals}.items():
+        if not _is_picklable(dumps, value):
+            return f", because it captures {name!r}, {describe(value)}"
+    return ""
+
+
+def _is_picklable(dumps: Callable[[Any], Any], value: Any) -> bool:
+    try:
+        dumps(value)
+    except Exception:
+        return False
+    return True
 
 
 def num_rows(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:

@@ -1,38 +1,145 @@
 """`StepProgram`: a training step on a worker, from the buffers of the servers to theirs."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
+from mirror._src.base.errors import describe
 from mirror._src.base.naming import name_of
 from mirror._src.base.source_lines import on_behalf_of, users_function
-from mirror._src.base.types import PyTree
+from mirror._src.base.types import Array, PyTree
 from mirror._src.engine.replica_context import Part
 from mirror._src.engine.scopes import current_frame
 from mirror._src.jaxprs.joins import Join, find_joins
-from mirror._src.ps.messages import (
+from mirror._src.ps.messages import BufferLayout, Buffers, ModelShare, Pulled
+from mirror._src.ps.objects import device_array, require_unchanged
+from mirror._src.ps.placement import Leaf, rows
+from mirror._src.ps.sparse import ServerIds, TableRows, take
+from mirror._src.ps.step_data import (
     ArgumentOfStep,
-    BufferLayout,
-    Buffers,
-    ModelShare,
-    Pulled,
     filled,
+    has_rows,
     is_place,
+    num_rows,
+    on_replicas,
     without_places,
 )
-from mirror._src.ps.objects import on_device, require_unchanged
-from mirror._src.ps.placement import rows
-from mirror._src.ps.sparse import ServerIds, TableRows
-from mirror._src.ps.stand_in import GradientKeeper
-from mirror._src.ps.step_data import has_rows, num_rows, on_replicas
 from mirror._src.strategy.mirrored import MirroredStrategy
 from mirror._src.training.checkpoints.files import KeyData
 from mirror._src.training.checkpoints.snapshot import value_of
+
+
+class PushedGradient(nnx.Variable[Any]):
+    """The gradient of a leaf that the last step computed."""
+
+
+class TouchedIds(nnx.Variable[Any]):
+    """The padded ids of a table's rows that a step touches."""
+
+
+class OutsideRows(nnx.Variable[Any]):
+    """Number of nonzero rows of a table's gradient that were not touched, and the first of them."""
+
+
+class GradientKeeper(nnx.Optimizer[Any]):
+    """Optimizer of a training step on a worker: `update` keeps the gradients for the servers.
+
+    The servers update the model, so the model of the worker does not change. The gradients are
+    variables, so that `strategy.run` proves that all replicas have the same ones, and names the
+    gradient that they do not have in common.
+
+    Args:
+        model: The model.
+        wrt: The filter of the user's optimizer.
+        leaves: The leaves of the model on the servers.
+        tables: Names of the leaves whose gradients are kept for touched rows alone.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        wrt: Any,
+        leaves: tuple[Leaf, ...],
+        tables: Collection[str] = (),
+    ) -> None:
+        super().__init__(model, optax.identity(), wrt=wrt)
+        trained = {leaf.name: leaf for leaf in leaves if leaf.kind == "trained"}
+        self.gradients = nnx.Dict(
+            {
+                name: PushedGradient(
+                    jnp.zeros((0, *leaf.shape[1:]) if name in tables else leaf.shape, leaf.dtype),
+                    whole_shape=leaf.shape,
+                )
+                for name, leaf in trained.items()
+            }
+        )
+        self.ids = nnx.Dict({name: TouchedIds(jnp.zeros(0, jnp.int32)) for name in tables})
+        self.outside = nnx.Dict({name: OutsideRows(jnp.zeros(2, jnp.int32)) for name in tables})
+
+    def touch(self, ids: Mapping[str, np.ndarray]) -> None:
+        """Sets the rows of tables whose gradients the next step keeps; outside of `jax.jit`."""
+        for name, each in ids.items():
+            if self.ids[name].shape != each.shape:
+                gradient = self.gradients[name]
+                rows = (len(each), *gradient.shape[1:])
+                gradient.set_value(jnp.zeros(rows, gradient.dtype))
+            self.ids[name].set_value(jnp.asarray(each))
+
+    def update(self, model: nnx.Module, grads: Any, /, **kwargs: Any) -> None:
+        """Keeps the gradients.
+
+        Raises:
+            ValueError: If the gradients do not match the trained variables.
+            TypeError: If there are further arguments, or a gradient has another dtype.
+        """
+        del model
+        if kwargs:
+            raise TypeError(
+                f"optimizer.update() got {', '.join(map(repr, kwargs))}, but parameter servers "
+                "receive gradients only. Omit these arguments."
+            )
+        flat = nnx.to_flat_state(nnx.state(grads, self.wrt))
+        given = {".".join(map(str, path)): value_of(leaf) for path, leaf in flat}
+        kept = self.gradients
+        if set(given) != set(kept):
+            differing = sorted(set(given) ^ set(kept))
+            raise ValueError(
+                f"optimizer.update() must receive a gradient for each of the {len(kept)} variables "
+                f"that wrt={describe(self.wrt)} selects, got {len(given)}; they differ in "
+                f"{differing[0]}. Pass what nnx.grad(loss, argnums=nnx.DiffState(0, wrt)) returns."
+            )
+        for name, value in given.items():
+            like = jax.ShapeDtypeStruct(kept[name].get_metadata()["whole_shape"], kept[name].dtype)
+            if (value.shape, value.dtype) != (like.shape, like.dtype):
+                raise TypeError(
+                    f"The gradient of {name} must be {describe(like)}, as the variable is, got "
+                    f"{describe(value)}. Convert it before optimizer.update()."
+                )
+            if name in self.ids:
+                ids = self.ids[name][...]
+                self.outside[name][...] = _outside(value, ids)
+                value = take(value, ids)
+            kept[name][...] = value
+        self.step[...] += 1
+
+    def pushed(self, name: str) -> Array:
+        """Returns the gradient of a leaf; of a table, the touched rows."""
+        return self.gradients[name].get_value()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("The optimizer of a scheduled step stays on its worker.")
+
+
+def _outside(gradient: Array, ids: Array) -> Array:
+    is_nonzero = (gradient != 0).reshape(len(gradient), -1).any(axis=1)  # NaN too
+    is_outside = is_nonzero.at[ids].set(False, mode="drop")
+    return jnp.stack([is_outside.sum(), is_outside.argmax()]).astype(jnp.int32)
 
 
 class Portion(NamedTuple):
@@ -126,15 +233,14 @@ class StepProgram:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         portion: Portion | None,
-        batch_of: Callable[..., tuple[Any, ...]] | None = None,
     ) -> Batch:
         """Returns the arguments with the next elements of iterators, split across the replicas.
 
         Args:
             args: Positional arguments.
             kwargs: Keyword arguments.
-            portion: Which part of a batch of a `Trainer` they are.
-            batch_of: See `StepWork`.
+            portion: Which part of a batch of a `Trainer` they are, of which the functions of
+                `sparse` receive the batch, but not its mask.
         """
 
         def with_next(place: ArgumentOfStep) -> Any:
@@ -154,8 +260,8 @@ class StepProgram:
             )
         others = [d for a, d in zip(args, data[0], strict=True) if not _is_object(a)]
         other_kwargs = {k: d for k, d in data[1].items() if not _is_object(kwargs[k])}
-        if batch_of is not None:
-            others, other_kwargs = [*batch_of(*others)], {}
+        if portion is not None:
+            others = others[:1]
         ids = self._tables.ids(others, other_kwargs)
         num_ids = tuple(len(each) for each in self._tables.padded_ids(ids).values())
         found, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_place)
@@ -340,7 +446,7 @@ class StepProgram:
         """
         local = dict(self._definition.local)
         for name, key in self._keys.items():
-            local[name] = _folded(on_device(key), ordinal, part)
+            local[name] = _folded(device_array(key), ordinal, part)
         changing = {k: v for k, v in local.items() if k in self._keys or k in self._is_count}
         self._set(changing)
         return {k: v for k, v in local.items() if k not in changing}

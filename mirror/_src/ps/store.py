@@ -22,7 +22,7 @@ from mirror._src.ps.messages import (
     Rejected,
     ServerSnapshot,
 )
-from mirror._src.ps.optimizer_tree import as_jax, as_numpy, flatten, init_structs, nest, row_owner
+from mirror._src.ps.objects import as_jax, as_numpy, flatten, init_structs, nest, row_owner
 from mirror._src.ps.placement import Slice
 from mirror._src.ps.sparse import local_ids, padded, put, summed, take, take_jit
 

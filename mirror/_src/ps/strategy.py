@@ -3,14 +3,14 @@
 import atexit
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, final
 
 import jax.numpy as jnp
 import numpy as np
 
-from mirror._src.base.errors import counted, expected, require_int
+from mirror._src.base.errors import bytes_in_words, counted, expected, require_int
 from mirror._src.base.modules import set_module
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.unknown_names import unknown_attribute
@@ -19,20 +19,15 @@ from mirror._src.cluster.resolvers import ClusterResolver
 from mirror._src.devices import backend
 from mirror._src.engine.scopes import Frame, pop_frame, push_frame
 from mirror._src.ps import ray_cluster
-from mirror._src.ps.cluster import cluster_of
 from mirror._src.ps.conductor import Conductor
-from mirror._src.ps.coordinator import ClusterCoordinator
-from mirror._src.ps.elsewhere import ELSEWHERE
 from mirror._src.ps.engine import RayEngine
+from mirror._src.ps.messages import Lost
 from mirror._src.ps.objects import TrainingObjects
-from mirror._src.ps.placement import MinSizePartitioner, Placement
-from mirror._src.ps.processes import Lost
+from mirror._src.ps.placement import MinSizePartitioner, PartitionerLike, Placement
 from mirror._src.ps.ray_cluster import Connection, Demand
-from mirror._src.ps.report import ParameterServerReport
-from mirror._src.ps.separable import place_separably
+from mirror._src.ps.server import cluster_of
 from mirror._src.ps.sparse import SparseTables
-from mirror._src.ps.trainer import ServedSteps
-from mirror._src.ps.training import ServedTraining
+from mirror._src.ps.training import ServedSteps, ServedTraining
 from mirror._src.ps.variables import ServerVariable
 from mirror._src.strategy.mirrored import OneDeviceStrategy
 from mirror._src.strategy.scope import Scope
@@ -71,9 +66,6 @@ class ServerScope(Generic[S]):
             self._open.pop().__exit__(kind, error, trace)
         finally:
             pop_frame()
-
-
-PartitionerLike = Callable[[Any, Any], int]
 
 
 @set_module("mirror.ps")
@@ -155,7 +147,7 @@ class ParameterServerStrategy(RemoteStrategy):
             raise TypeError(expected("partitioner", partitioner, "callable or None", fix))
         self._tables = SparseTables(sparse)
         self._connection = ray_cluster.Connection(spec)
-        self._coordinator: ClusterCoordinator | None = None
+        self._coordinator: Any = None
         try:
             self._open(
                 ray_cluster.demands("ps", ps, ps_options or {}, spec),
@@ -173,14 +165,13 @@ class ParameterServerStrategy(RemoteStrategy):
             self.close()
             raise
         self._staleness = staleness
-        self._partitioner = partitioner
         self._local = OneDeviceStrategy(backend.default_devices()[0])
         self._names = (f"Variable_{i}" for i in itertools.count())
         self._training = ServedTraining(
             self._conductor,
             self._engine,
             is_sync=self.is_sync,
-            make_placement=self._placement_of,
+            partitioner=partitioner,
             tables=self._tables,
         )
 
@@ -210,18 +201,13 @@ class ParameterServerStrategy(RemoteStrategy):
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas that compute an update: the devices of all workers, or of one."""
-        return self.devices_per_worker * self.num_parts
-
-    @property
-    def num_parts(self) -> int:
-        """Number of parts into which the batch of a step is split: one per worker, or one."""
-        return self.num_workers if self.is_sync else 1
+        return self.devices_per_worker * self._training.num_parts
 
     def step_runner(self, training: Training) -> StepRunner:
         """See `RemoteStrategy.step_runner`."""
         if self._tables.functions:
             self._tables.require_in(TrainingObjects(**training.objects).leaves)
-        return ServedSteps(ClusterCoordinator(self), training)
+        return ServedSteps(self, self._training, training)
 
     @property
     def num_ps(self) -> int:
@@ -277,7 +263,7 @@ class ParameterServerStrategy(RemoteStrategy):
         return ServerVariable(name, variables)
 
     @api_boundary
-    def report(self) -> ParameterServerReport:
+    def report(self) -> "ParameterServerReport":
         """Returns where each variable is, how much travels, and what was lost."""
         statistics = [
             self._engine.ask_server(server, "statistics") for server in range(self.num_ps)
@@ -306,7 +292,7 @@ class ParameterServerStrategy(RemoteStrategy):
     if not TYPE_CHECKING:  # A type checker would accept any attribute.
 
         def __getattr__(self, name):
-            raise unknown_attribute("strategy", self, name, ELSEWHERE)
+            raise unknown_attribute("strategy", self, name, "parameter servers")
 
     def __enter__(self) -> Self:
         return self
@@ -329,13 +315,6 @@ class ParameterServerStrategy(RemoteStrategy):
         raise TypeError(
             "A ParameterServerStrategy cannot be sent to a worker. In a scheduled function, "
             "mirror.get_strategy() returns the strategy of the worker."
-        )
-
-    def _placement_of(self, objects: TrainingObjects) -> Placement:
-        tx, tables = objects.optimizer.tx, self._tables
-        tables.require_in(objects.leaves)
-        return place_separably(
-            tx, objects.leaves, self.num_ps, self._partitioner, tables=tables.functions
         )
 
 
@@ -364,3 +343,82 @@ def _require_staleness(staleness: Any) -> None:
     if staleness is not None:
         fix = "0 is synchronous, k is asynchronous with at most k updates in between, None is any."
         require_int("staleness", staleness, 0, fix)
+
+
+@set_module("mirror.ps")
+@final
+class ParameterServerReport:
+    """Report of a `ParameterServerStrategy`; print it.
+
+    Attributes:
+        placement: For each variable, the servers that hold its rows, as `(server, start, stop)`.
+        bytes_per_server: Bytes of the variables on each server.
+        bytes_per_update: Bytes that one worker pulls and pushes for an update. With `sparse`, of
+            which every batch touches other rows, the mean over the updates so far.
+        bytes_moved: Bytes that the servers have sent and received since they were started.
+        num_updates: Updates that the servers have made.
+        staleness: How many gradients were applied that many updates after their values were read.
+            Each server counts for itself; these are the counts of the server whose gradients were
+            the most late.
+        lost_workers: Number of times that a worker was lost.
+        rejoined_workers: Number of times that a worker returned.
+        lost_servers: Number of times that a server was lost.
+    """
+
+    def __init__(
+        self,
+        placement: Placement | None,
+        statistics: Sequence[Mapping[str, Any]],
+        losses: Mapping[str, int],
+        num_workers: int,
+    ) -> None:
+        holders = {} if placement is None else placement.holders
+        self.placement = {
+            name: tuple((server, part.start, part.stop) for server, part in held)
+            for name, held in holders.items()
+        }
+        empty = [0] * len(statistics)
+        self.bytes_per_server = empty if placement is None else placement.nbytes()
+        self.bytes_per_update = 2 * sum(self.bytes_per_server)
+        if placement is not None and placement.tables:
+            self.bytes_per_update = round(sum(map(_bytes_per_part, statistics)))
+        self.bytes_moved = sum(_bytes(each, "out") + _bytes(each, "in") for each in statistics)
+        self.num_updates = max((each.get("version", 0) for each in statistics), default=0)
+        counts = [dict(each.get("staleness", {})) for each in statistics]
+        self.staleness: dict[int, int] = max(counts, key=_lateness, default={})
+        self.lost_workers, self.rejoined_workers = losses["workers"], losses["rejoined"]
+        self.lost_servers = losses["servers"]
+        self._num_workers = num_workers
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{len(self.bytes_per_server)} parameter servers, {self._num_workers} workers",
+            *(
+                f"  ps {server}: {bytes_in_words(count)}"
+                for server, count in enumerate(self.bytes_per_server)
+            ),
+            f"Each worker receives and sends {bytes_in_words(self.bytes_per_update)} per update.",
+            f"Updates: {self.num_updates}. Staleness of gradients: "
+            + (", ".join(f"{k}: {n}" for k, n in self.staleness.items()) or "none applied"),
+            f"Lost: {self.lost_workers} workers, of which {self.rejoined_workers} returned; "
+            f"{self.lost_servers} servers.",
+        ]
+        for name, held in self.placement.items():
+            where = ", ".join(f"ps {server} [{start}:{stop}]" for server, start, stop in held)
+            lines.append(f"  {name}: {where}")
+        return "\n".join(lines)
+
+
+def _lateness(counts: Mapping[int, int]) -> tuple[int, int]:
+    """Returns the largest staleness, and the sum of all."""
+    return max(counts, default=0), sum(late * count for late, count in counts.items())
+
+
+def _bytes(statistics: Mapping[str, Any], way: str) -> int:
+    return int(statistics.get(f"bytes_{way}", 0))
+
+
+def _bytes_per_part(statistics: Mapping[str, Any]) -> float:
+    """Returns the mean of what a server sent for a pull and received in a push."""
+    pulls, pushes = (max(1, statistics.get(name, 0)) for name in ("pulls", "pushes"))
+    return _bytes(statistics, "out") / pulls + _bytes(statistics, "in") / pushes

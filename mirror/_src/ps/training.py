@@ -1,6 +1,8 @@
-"""`ServedTraining`: the model and optimizer that the parameter servers train now."""
+"""`ServedTraining`: the objects that servers train now; `ServedSteps`: of a `mirror.Trainer`."""
 
+import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -8,15 +10,38 @@ import jax
 import numpy as np
 from flax import nnx
 
+from mirror._src.base.naming import name_of
+from mirror._src.base.types import PyTree
+from mirror._src.data.padded import PaddedBatch
+from mirror._src.engine.per_replica import PerReplica
+from mirror._src.inspection.trial_objects import copy_of
+from mirror._src.inspection.verify import (
+    CAUSES,
+    Difference,
+    VerifyReport,
+    checked,
+    compare_variables,
+    relative_difference,
+    variables_of,
+)
 from mirror._src.ps.conductor import Conductor
 from mirror._src.ps.engine import RayEngine
-from mirror._src.ps.messages import Definition, Export, ModelShare, ServerSnapshot
-from mirror._src.ps.objects import ModelDefinition, TrainingObjects, on_host
-from mirror._src.ps.optimizer_tree import join_optimizer_state, split_optimizer_state
-from mirror._src.ps.pickling import pickled_function
-from mirror._src.ps.placement import Placement
+from mirror._src.ps.handles import CancelledError, RemoteValue
+from mirror._src.ps.messages import Definition, Export, ModelShare, Result, ServerSnapshot, StepWork
+from mirror._src.ps.objects import (
+    ModelDefinition,
+    TrainingObjects,
+    as_numpy,
+    join_optimizer_state,
+    split_optimizer_state,
+)
+from mirror._src.ps.placement import PartitionerLike, Placement
+from mirror._src.ps.schedule import Task
+from mirror._src.ps.separable import place_separably
 from mirror._src.ps.sparse import SparseTables
-from mirror._src.training.checkpoints.files import KeyData
+from mirror._src.ps.step_data import ArgumentOfStep, as_users, on_host, pickled
+from mirror._src.training.objective import Sums
+from mirror._src.training.runners import RemoteStrategy, Training, divisor_of, host_batch
 
 _logger = logging.getLogger("mirror")
 
@@ -30,11 +55,15 @@ class ServedTraining:
     servers back into them.
 
     Args:
-        conductor: Runs steps.
+        conductor: Runs functions and steps.
         engine: Exports the model.
         is_sync: Whether steps are synchronous.
-        make_placement: Returns where the leaves of a model lie.
+        partitioner: Of the strategy.
         tables: The variables of which workers pull and push the touched rows alone.
+
+    Attributes:
+        num_parts: Into how many parts the batch of a step of a `Trainer` is split.
+        placement: Where the variables are, once there are some.
     """
 
     def __init__(
@@ -43,11 +72,12 @@ class ServedTraining:
         engine: RayEngine,
         *,
         is_sync: bool,
-        make_placement: Callable[[TrainingObjects], Placement],
+        partitioner: PartitionerLike | None,
         tables: SparseTables,
     ) -> None:
-        self._conductor, self._engine, self._is_sync = conductor, engine, is_sync
-        self._make_placement, self._tables = make_placement, tables
+        self.conductor, self.engine, self.is_sync = conductor, engine, is_sync
+        self.num_parts = engine.num_workers if is_sync else 1
+        self._partitioner, self._tables = partitioner, tables
         self._objects: TrainingObjects | None = None
         self._known: list[Any] = []
         self._num_steps = 0  # since the objects were last up to date
@@ -56,7 +86,73 @@ class ServedTraining:
         self._export: Export | None = None
         self._share: ModelShare | None = None
 
-    def prepare(self, model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> tuple[Export, int]:
+    def schedule_function(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> RemoteValue:
+        """Schedules a function that does not train."""
+        what = f"the arguments of {name_of(fn)}"
+        arguments = (self.export(fn), pickled(self.engine.dumps, (args, kwargs), what))
+        return self._submit(Task("run_function", [arguments], _single, is_step=False))
+
+    def schedule_step(
+        self,
+        fn: Callable[..., Any],
+        model: nnx.Module,
+        optimizer: nnx.Optimizer[Any],
+        parts: Sequence[PyTree],
+        *,
+        weight_of: Callable[[Any], float] | None = None,
+        join: Callable[[Sequence[Result]], Any] | None = None,
+    ) -> RemoteValue:
+        """Schedules a training step.
+
+        Args:
+            fn: The step.
+            model: The model.
+            optimizer: The optimizer.
+            parts: For each part of the batch, positional and keyword arguments, in which an
+                `ArgumentOfStep` stands for model and optimizer.
+            weight_of: As in `StepWork`.
+            join: Returns the result, given the results of the parts. Defaults to the only one.
+        """
+        what = f"the arguments of {name_of(fn)}"
+        data = [pickled(self.engine.dumps, on_host(part), what) for part in parts]
+        function = self.export(fn)
+        weight = None if weight_of is None else self.engine.export(weight_of)
+        work = StepWork(function, *self._prepare(model, optimizer), weight)
+        arguments = [(work, each) for each in data]
+        return self._submit(Task("run_part", arguments, join or _single, is_step=True))
+
+    def _submit(self, task: Task) -> RemoteValue:
+        self.conductor.submit(task)
+        return task.value
+
+    def export(self, fn: Callable[..., Any], what: str = "") -> Export:
+        """Stores a function of the user for the workers, once."""
+        if self.engine.is_exported(fn):
+            return self.engine.export(fn)
+        return self.engine.export(fn, pickled(self.engine.dumps, fn, what or name_of(fn)))
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits until all has ended, and writes the values of the servers into the objects.
+
+        Raises:
+            TimeoutError: If the functions have not ended by then. They continue.
+            Exception: What one of them raised.
+        """
+        try:
+            self.conductor.join(timeout)
+        except TimeoutError:
+            raise
+        except Exception:
+            if self.conductor.has_lost_values:
+                self._forget()
+            else:
+                self._collect()
+            raise
+        self._collect()
+
+    def _prepare(self, model: nnx.Module, optimizer: nnx.Optimizer[Any]) -> tuple[Export, int]:
         """Loads the objects onto the servers if they do not have them.
 
         Returns:
@@ -79,35 +175,32 @@ class ServedTraining:
         self._num_steps += 1
         return self._export, self._first + self._num_steps - 1
 
-    def collect(self) -> None:
+    def _collect(self) -> None:
         """Writes values and optimizer state of the servers into the objects."""
-        if not self._num_steps or self._objects is None:
+        objects = self._objects
+        if not self._num_steps or objects is None:
             return
-        try:
-            self._collect(self._objects)
-        except Exception:
-            self.forget()  # the strategy remains usable
-            raise
-
-    def _collect(self, objects: TrainingObjects) -> None:
         assert self.placement is not None
-        snapshots = self._conductor.take_snapshot()
-        if not _have_same_bits(objects.arrays(), self._known):
-            _logger.warning(
-                "The model or optimizer was changed in the main program while steps were "
-                "scheduled. The values of the parameter servers replace the change. Call "
-                "coordinator.join() before changing them."
+        try:
+            snapshots = self.conductor.take_snapshot()
+            if not _have_same_bits(objects.arrays(), self._known):
+                _logger.warning(
+                    "The model or optimizer was changed in the main program while steps were "
+                    "scheduled. The values of the parameter servers replace the change. Call "
+                    "coordinator.join() before changing them."
+                )
+            values = self.placement.join([snapshot.values for snapshot in snapshots])
+            state = join_optimizer_state(
+                objects.optimizer.tx,
+                objects.trained,
+                self.placement,
+                [snapshot.state for snapshot in snapshots],
             )
-        values = self.placement.join([snapshot.values for snapshot in snapshots])
-        state = join_optimizer_state(
-            objects.optimizer.tx,
-            objects.trained,
-            self.placement,
-            [snapshot.state for snapshot in snapshots],
-        )
-        objects.write(values, state, snapshots[0].version)
-        self._first = snapshots[0].version
-        self._num_steps = 0
+            objects.write(values, state, snapshots[0].version)
+        except Exception:
+            self._forget()  # the strategy remains usable
+            raise
+        self._first, self._num_steps = snapshots[0].version, 0
         self._known = objects.arrays()
 
     @property
@@ -115,7 +208,7 @@ class ServedTraining:
         """Whether the objects have the values of all steps that have ended."""
         return self._objects is not None and not self._num_steps
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Drops what the servers have: the next step loads the objects again."""
         self._objects, self._num_steps = None, 0
 
@@ -125,26 +218,28 @@ class ServedTraining:
         return objects.has_same_structure() and _have_same_bits(objects.arrays(), self._known)
 
     def _load(self, objects: TrainingObjects) -> None:
-        placement = self._make_placement(objects)
         tx = objects.optimizer.tx
+        self._tables.require_in(objects.leaves)
+        placement = place_separably(
+            *(tx, objects.leaves, self.engine.num_servers, self._partitioner),
+            tables=self._tables.functions,
+        )
         values = placement.split(objects.read())
         states = split_optimizer_state(tx, objects.trained, placement, objects.read_optimizer())
         snapshots = [ServerSnapshot(own, state) for own, state in zip(values, states, strict=True)]
-        self._conductor.load(self._definitions(placement, tx), snapshots, objects.step)
+        definitions = [
+            self.engine.dumps(Definition(slices, tx, self.is_sync, placement.tables))
+            for slices in placement.servers
+        ]
+        self.conductor.load(definitions, snapshots, objects.step)
         self.placement, self._objects, self._known = placement, objects, objects.arrays()
         share = ModelShare(objects.definition(), placement, self._tables.functions)
         if self._share is None or not _is_same(share, self._share):  # workers compile each
             for name, function in share.id_functions.items():
-                pickled_function(self._engine, function, f"sparse[{name!r}]")
+                pickled(self.engine.dumps, function, f"sparse[{name!r}]")
             self._share = share
-        self._export = self._engine.export(self._share)
+        self._export = self.engine.export(self._share)
         self._first, self._num_steps = objects.step, 0
-
-    def _definitions(self, placement: Placement, tx: Any) -> list[Any]:
-        return [
-            self._engine.dumps(Definition(slices, tx, self._is_sync, placement.tables))
-            for slices in placement.servers
-        ]
 
 
 def _is_same(a: ModelShare, b: ModelShare) -> bool:
@@ -174,10 +269,164 @@ def _has_same_bits(new: Any, old: Any) -> bool:
         return True
     if old.is_deleted() or (new.shape, new.dtype) != (old.shape, old.dtype):
         return False
-    return _bits(new) == _bits(old)
+    return as_numpy(new).tobytes() == as_numpy(old).tobytes()
 
 
-def _bits(array: Any) -> bytes:
-    host = on_host(array)
-    data: np.ndarray = host.data if isinstance(host, KeyData) else host
-    return data.tobytes()
+def _single(results: Sequence[Result]) -> Any:
+    return as_users(results[0].value)
+
+
+_NAMES = ("model", "optimizer")
+_OBJECTS = tuple(map(ArgumentOfStep, _NAMES))
+
+
+@final
+class ServedSteps:
+    """The steps of a trainer whose model is on parameter servers.
+
+    Args:
+        strategy: The strategy.
+        served: Schedules the steps.
+        training: The step, the model and the optimizer of the trainer.
+    """
+
+    def __init__(
+        self, strategy: RemoteStrategy, served: ServedTraining, training: Training
+    ) -> None:
+        self._local, self._served, self._training = strategy.local, served, training
+        self._model, self._optimizer = training.objects["model"], training.objects["optimizer"]
+        self.multiple = training.accumulate_steps * strategy.num_replicas_in_sync
+        self.most_running = 2 * served.engine.num_workers + 2
+        self.may_fail_later, self.has_lost_values, self._runs = True, False, False
+        self._names: Sums | None = None  # the structure of what the step returns
+
+    def run(self, batch: PaddedBatch) -> Sums:
+        """See `StepRunner.run`."""
+        self._training.trace_once(batch)
+        return self._schedule(*host_batch(batch))
+
+    def _schedule(self, batch: PyTree, mask: Any) -> Sums:
+        # Padding is at the end. The gradient of a part without examples would be a division by 0.
+        rows = mask.size // self._served.num_parts
+        num_parts = max(1, math.ceil(np.count_nonzero(mask) / rows))
+        value = self._served.schedule_step(
+            self._training.step,
+            self._model,
+            self._optimizer,
+            [
+                ((*_OBJECTS, *_rows((batch, mask), start, start + rows)), {})
+                for start in range(0, num_parts * rows, rows)
+            ],
+            weight_of=divisor_of,
+            join=add_sums,
+        )
+        self._runs, self.has_lost_values = True, False
+        result = _Pending(value, self._served)
+        if self._names is None:
+            self._names = result.sums
+        leaves: list[Any]
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(self._names)
+        return treedef.unflatten([_Number(result, i) for i in range(len(leaves))])
+
+    def synchronize(self) -> None:
+        """See `StepRunner.synchronize`."""
+        if not self._runs:  # also after the strategy was closed
+            return
+        try:
+            self._served.join()
+        except (KeyboardInterrupt, SystemExit):  # steps still run
+            raise
+        except BaseException:
+            self._end()
+            raise
+        self._end()
+
+    def _end(self) -> None:
+        self._runs = False
+        self.has_lost_values = not self._served.is_collected
+
+    def lowered_text(self, batch: PaddedBatch | None) -> str:
+        """See `StepRunner.lowered_text`."""
+        raise NotImplementedError(
+            "ParameterServerStrategy compiles steps on the workers, whose programs cannot be "
+            "returned. Use the same step with mirror.MirroredStrategy."
+        )
+
+    def verify(self, batch: PaddedBatch, rtol: float) -> VerifyReport:
+        """See `StepRunner.verify`."""
+        self.synchronize()
+        self._training.trace_once(batch)
+        batch, mask = host_batch(batch)
+        objects = (self._model, self._optimizer)
+        saved, single = copy_of(objects), copy_of(objects)
+        before = variables_of(objects, _NAMES)
+        try:
+            sums = self._schedule(batch, mask)
+            self.synchronize()
+            after = variables_of(objects, _NAMES)
+        finally:
+            for mine, old in zip(objects, saved, strict=True):
+                nnx.update(mine, nnx.state(old))
+        row = functools.partial(jax.tree.map, lambda x: PerReplica([x]))
+        expected = self._local.run(self._training.step, (*single, row(batch), row(mask)))
+        pairs = zip(
+            jax.tree_util.tree_leaves_with_path(sums), jax.tree.leaves(expected), strict=True
+        )
+        rows = [
+            Difference("result" + jax.tree_util.keystr(path), _distance(a, b))
+            for (path, a), b in pairs
+        ]
+        rows += compare_variables(before, after, variables_of(single, _NAMES))
+        return checked(VerifyReport(self.multiple, rtol, tuple(rows)), CAUSES)
+
+
+def add_sums(parts: Sequence[Result]) -> Sums:
+    """Returns the sums of a step, given the results of its parts."""
+
+    def add(*values: np.ndarray) -> np.ndarray:
+        return np.sum(values, axis=0, dtype=np.asarray(values[0]).dtype)
+
+    total: Sums = jax.tree.map(add, *(part.value for part in parts))
+    return total
+
+
+def _rows(tree: PyTree, start: int, stop: int) -> PyTree:
+    return jax.tree.map(lambda x: x[start:stop], tree)
+
+
+def _distance(a: Any, b: Any) -> float:
+    return relative_difference(np.asarray(a), np.asarray(b))
+
+
+@final
+class _Pending:
+    """The sums of a step that may still be running."""
+
+    def __init__(self, value: RemoteValue, served: ServedTraining) -> None:
+        self._value, self._served = value, served
+
+    @functools.cached_property
+    def sums(self) -> Sums:
+        """The sums.
+
+        Raises:
+            Exception: What this step, or one before it, raised.
+        """
+        try:
+            sums: Sums = self._value.fetch()
+        except CancelledError:
+            self._served.join()  # raises the error because of which it was canceled
+            raise
+        return sums
+
+
+@final
+class _Number:
+    """One number of the sums of a step, which is fetched when NumPy needs it."""
+
+    def __init__(self, pending: _Pending, index: int) -> None:
+        self._pending, self._index = pending, index
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(jax.tree.leaves(self._pending.sums)[self._index], dtype)

@@ -6,8 +6,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-from mirror._src.ps.datasets import RunningFunction, set_running
+from mirror._src.ps.handles import RunningFunction, set_running
 from mirror._src.ps.messages import (
+    Assignment,
     Export,
     NotExported,
     NotExportedError,
@@ -22,7 +23,6 @@ from mirror._src.ps.messages import (
 )
 from mirror._src.ps.step_data import as_numpy
 from mirror._src.ps.step_program import Portion, StepProgram
-from mirror._src.ps.tasks import Assignment
 from mirror._src.strategy.mirrored import MirroredStrategy
 
 _MAX_EXPORTS = 256
@@ -105,10 +105,10 @@ class Worker:
 
     def _part(self, assignment: Assignment, work: StepWork, arguments: Any) -> Any:
         program = self._program(work)
-        weight_of, batch_of = map(self._loaded, (work.weight_of, work.batch_of))
+        weight_of = None if work.weight_of is None else self.load(work.weight_of)
         args, kwargs = self._loads(arguments)
         portion = None if weight_of is None else Portion(assignment.part, assignment.num_parts)
-        batch = program.batch(args, kwargs, portion, batch_of)
+        batch = program.batch(args, kwargs, portion)
         if assignment.step is None and program.must_compile(batch):
             # What is computed with values from before a compilation would be as many updates late
             # as the other workers make meanwhile.
@@ -137,9 +137,6 @@ class Worker:
         ]
         _is_late(self._servers.call_all("push", [(push,) for push in pushes]))
         return Result(value)
-
-    def _loaded(self, export: Export | None) -> Any:
-        return None if export is None else self.load(export)
 
     def _program(self, work: StepWork) -> StepProgram:
         key = (work.fn.key, work.model.key)

@@ -15,10 +15,8 @@ from mirror._src.base.errors import bytes_in_words, counted, first_line
 from mirror._src.base.optional import describe_missing
 from mirror._src.cluster.cluster import ClusterSpec, ClusterTask
 from mirror._src.cluster.resolvers import TFConfigClusterResolver
-from mirror._src.ps.cluster import JOBS, cluster_of, head_address, resource_of
-from mirror._src.ps.ray_actors import import_ray
-from mirror._src.ps.ray_cluster import Connection
-from mirror._src.ps.server import answers
+from mirror._src.ps.ray_cluster import Connection, import_ray
+from mirror._src.ps.server import JOBS, answers, cluster_of, head_address, resource_of
 from mirror._src.tools.doctor.check import Check, Problem, run_steps
 
 CLUSTER, TASKS, MACHINES, VERSIONS, CALLS = "cluster", "tasks", "nodes", "versions", "actor calls"
