@@ -48,8 +48,8 @@ class PerReplicaResult(NamedTuple):
     values: tuple[Any, ...]
 
 
-def pickled(dumps: Callable[[Any], Any], value: Any, what: str) -> Any:
-    """Returns the pickle of a function or of arguments, which `what` names.
+def pickled(dumps: Callable[[Any], Any], value: Any, what: str = "") -> Any:
+    """Returns the pickle of a function, or of arguments, which `what` names.
 
     Raises:
         TypeError: If it cannot be pickled; the message names the captured variable.

@@ -127,11 +127,11 @@ class ServedTraining:
         self.conductor.submit(task)
         return task.value
 
-    def export(self, fn: Callable[..., Any], what: str = "") -> Export:
+    def export(self, fn: Callable[..., Any]) -> Export:
         """Stores a function of the user for the workers, once."""
         if self.engine.is_exported(fn):
             return self.engine.export(fn)
-        return self.engine.export(fn, pickled(self.engine.dumps, fn, what or name_of(fn)))
+        return self.engine.export(fn, pickled(self.engine.dumps, fn))
 
     def join(self, timeout: float | None = None) -> None:
         """Waits until all has ended, and writes the values of the servers into the objects.
