@@ -17,6 +17,7 @@ MODULES = {  # packages of the extra `test`, and the module that a test imports
     "argcomplete": "argcomplete",
     "dm-haiku": "haiku",
     "equinox": "equinox",
+    "google-metrax": "metrax",
     "grain": "grain",
     "hypothesis": "hypothesis",
     "ipykernel": "ipykernel",

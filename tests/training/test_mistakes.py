@@ -102,7 +102,7 @@ def test_methods_of_other_libraries(subtests, trainer):
 def test_similar_attributes_are_suggested(trainer):
     with raises(AttributeError, values=["'evaluatee'"], fix="Did you mean trainer.evaluate?"):
         _ = trainer.evaluatee
-    with raises(AttributeError, values=["'zzz'", "'Trainer'"], fix="evaluate, fit"):
+    with raises(AttributeError, values=["'zzz'", "'Trainer'"], fix="evaluate, export, fit"):
         _ = trainer.zzz
 
 

@@ -26,7 +26,7 @@ from mirror._src.training.history import History
 from mirror._src.training.inputs import NO_DATA, Stream
 from mirror._src.training.loss_scale import LossScale, stuck
 from mirror._src.training.mistakes import bytes_of, labels_in, wrong_numbers
-from mirror._src.training.objective import LOSS, Sums
+from mirror._src.training.objective import LOSS, Objective, Sums
 from mirror._src.training.progress import Position, StepMetrics, in_order
 from mirror._src.training.runners import RemoteStrategy, StepRunner
 
@@ -40,6 +40,7 @@ class TrainerOfFit(Protocol):
 
     strategy: Strategy | RemoteStrategy
     loss_scale: LossScale | None
+    _objective: Objective
 
     @property
     def model(self) -> nnx.Module:
@@ -139,6 +140,11 @@ class FitLoop:
     def history(self) -> History:
         """The metrics of the completed epochs."""
         return self.position.history
+
+    @property
+    def evaluated_metrics(self) -> tuple[str, ...]:
+        """Names of metrics that only evaluation computes, known from the first step on."""
+        return self.trainer._objective.evaluated
 
     @property
     def logs(self) -> dict[str, float]:

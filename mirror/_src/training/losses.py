@@ -362,8 +362,8 @@ def _averaged(fn: ValueFunction, outputs: Array, labels: Array) -> Array:
 def _unknown(metric: str) -> str:
     if metric.lower().replace("_", "").replace("-", "") in _NOT_MEANS:
         return (
-            f"The metric {metric!r} is not a mean over examples. Compute it from all predictions: "
-            "trainer.predict(data)."
+            f"The metric {metric!r} is not a mean over examples. Return a "
+            "mirror.Metric from a function (outputs, labels)."
         )
     return (
         f"Unknown metric {metric!r}.{nearest(metric, _NAMES)} Pass one of "

@@ -14,6 +14,7 @@ from mirror._src.base.naming import depth_of_user, name_of
 from mirror._src.base.types import Array, PyTree
 from mirror._src.engine.example_mask import masking
 from mirror._src.training.losses import Metrics
+from mirror._src.training.metric import Metric
 from mirror._src.training.mistakes import describes_batch
 from mirror._src.training.named_loss import (
     Labels,
@@ -108,11 +109,13 @@ class Sums(NamedTuple):
         totals: Sums of the loss and of each metric. Sums of integers may be digits: see `exact`.
         count: Number of examples, without padding.
         weights: Sums of the weights of the loss and of each metric that is `Weighted`.
+        metrics: Each `Metric`, with the arrays of the examples; in evaluation only.
     """
 
     totals: dict[str, Any]
     count: Any
     weights: dict[str, Any] = {}
+    metrics: dict[str, Metric] = {}
 
 
 class _LossOutput(NamedTuple):
@@ -142,6 +145,7 @@ class Objective:
         loss_fn: The function, or the named loss.
         half_precision: Dtype of the losses if it is smaller than float32, known after a trace.
         is_traced: Whether a step was traced whose outputs have not been examined.
+        evaluated: Names of metrics that only evaluation computes, known after a trace.
 
     Raises:
         TypeError: If `loss_fn` is neither a name nor a function `(model, batch)`, `penalty` is not
@@ -183,6 +187,7 @@ class Objective:
         self.precision = Precision(None) if precision is None else precision
         self.half_precision: str | None = None
         self.is_traced = False
+        self.evaluated: tuple[str, ...] = ()
         self._has_warned = self._is_examined = False
         self._sample_weight = sample_weight
         self._labels = (
@@ -242,7 +247,7 @@ class Objective:
 
     def __call__(self, model: Any, batch: PyTree, mask: Array) -> tuple[Array, Sums]:
         """Returns the losses of a replica's examples, 0 where the mask is False, and the sums."""
-        losses, _, sums = self.quotient(model, batch, mask)
+        losses, _, sums = self._evaluated(model, batch, mask)
         return losses, sums
 
     def quotient(self, model: Any, batch: PyTree, mask: Array) -> tuple[Array, Array | None, Sums]:
@@ -250,28 +255,36 @@ class Objective:
 
         The weights are None if every example counts as 1.
         """
+        losses, weights, sums = self._evaluated(model, batch, mask)
+        return losses, weights, sums._replace(metrics={})
+
+    def _evaluated(
+        self, model: Any, batch: PyTree, mask: Array
+    ) -> tuple[Array, Array | None, Sums]:
+        """Returns the same as `quotient`, and each `Metric` in the sums."""
         with masking(mask):
-            values, weights = self._values(model, batch, mask.shape[0])
+            values, weights, metrics = self._values(model, batch, mask.shape[0])
         penalty = self._penalty_of(model)
         if LOSS in weights:  # so that it is added to the quotient
             penalty = penalty * _as_floats(weights[LOSS])
         losses = jnp.where(mask, self._weighted(values.pop(LOSS), batch) + penalty, 0)
         totals = {LOSS: losses.sum(dtype=_wide(losses.dtype)), **_sums(values, mask)}
         divisors = jnp.where(mask, weights[LOSS], 0) if LOSS in weights else None
-        sums = Sums(totals, mask.sum(dtype=jnp.int32), _sums(weights, mask))
+        sums = Sums(totals, mask.sum(dtype=jnp.int32), _sums(weights, mask), metrics)
         return losses, divisors, sums
 
     def examples(self, model: Any, batch: PyTree, mask: Array) -> list[Array]:
         """Returns the losses, the metrics and the weights of the examples, and the penalty."""
         with masking(mask):
-            values, weights = self._values(model, batch, mask.shape[0])
+            values, weights, metrics = self._values(model, batch, mask.shape[0])
         values[LOSS] = self._weighted(values[LOSS], batch)
-        return [*values.values(), *weights.values(), jnp.asarray(self._penalty_of(model))]
+        penalty = jnp.asarray(self._penalty_of(model))
+        return [*values.values(), *weights.values(), *jax.tree.leaves(metrics), penalty]
 
     def _values(
         self, model: Any, batch: PyTree, size: int
-    ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Calls the loss function; returns values by name, and the weights of `Weighted` ones."""
+    ) -> tuple[dict[str, Array], dict[str, Array], dict[str, Metric]]:
+        """Calls the loss function; returns values, weights of `Weighted` ones, and `Metric`s."""
         result = self.outputs(model, batch)
         is_pair = isinstance(result, tuple) and len(result) == 2
         losses, metrics = result if is_pair else (result, {})
@@ -289,10 +302,24 @@ class Objective:
             )
         if is_half(loss.values.dtype):
             self.half_precision = str(loss.values.dtype)
-        named = {str(name): self._returned(repr(name), metrics[name], size) for name in metrics}
+        of_rows = {str(name): x for name, x in metrics.items() if isinstance(x, Metric)}
+        for name, metric in of_rows.items():
+            self._require_rows(name, metric, size)
+        self.evaluated = tuple(of_rows)
+        means = {str(name): x for name, x in metrics.items() if not isinstance(x, Metric)}
+        named = {name: self._returned(repr(name), x, size) for name, x in means.items()}
         returned = {LOSS: loss, **named}
         weights = {name: x.weights for name, x in returned.items() if x.weights is not None}
-        return {name: x.values for name, x in returned.items()}, weights
+        return {name: x.values for name, x in returned.items()}, weights, of_rows
+
+    def _require_rows(self, name: str, metric: Metric, size: int) -> None:
+        for argument, value in metric.inputs.items():
+            if np.shape(value)[:1] != (size,):
+                raise ValueError(
+                    f"{argument} of the metric {name!r} of {name_of(self.loss_fn)} must have shape "
+                    f"({size}, ...), one row per example of the replica's batch, got "
+                    f"{describe(value)}."
+                )
 
     def _returned(self, what: str, value: Any, size: int) -> _LossOutput:
         is_loss = what == "The loss"

@@ -93,13 +93,13 @@ def predictions(
         results = strategy.run(step, (model, padded.batch, padded.mask))
         running.append(gathered(strategy._runner, (results, padded.mask)))
         if len(running) > MOST_RUNNING:
-            rows.append(_rows(fn, *running.popleft()))
-    rows += [_rows(fn, *pair) for pair in running]
+            rows.append(rows_of(name_of(fn), *running.popleft()))
+    rows += [rows_of(name_of(fn), *pair) for pair in running]
     return jax.tree.map(lambda *pieces: np.concatenate(pieces), *rows)
 
 
-def _rows(fn: Callable[..., Any], results: PyTree, mask: PerReplica) -> PyTree:
-    """Returns one row per example of a batch, without the padding."""
+def rows_of(what: str, results: PyTree, mask: PerReplica) -> PyTree:
+    """Returns one row per example of a batch, without the padding; `what` is for messages."""
     wait_for(results)
     n, size = mask.stacked.shape
     is_example = np.asarray(mask).reshape(-1)
@@ -110,11 +110,11 @@ def _rows(fn: Callable[..., Any], results: PyTree, mask: PerReplica) -> PyTree:
             array = np.broadcast_to(array, (n, *array.shape))
         if array.shape[:2] != (n, size):
             raise ValueError(
-                f"result{keys(path)} of {name_of(fn)} must have shape ({size}, ...), one row per "
+                f"result{keys(path)} of {what} must have shape ({size}, ...), one row per "
                 f"example of the replica's batch, got an array of shape {array.shape[1:]}."
             )
         return array.reshape(-1, *array.shape[2:])[is_example]
 
     if not jax.tree.leaves(results):
-        raise ValueError(f"{name_of(fn)} returned {describe(results)}, which contains no arrays.")
+        raise ValueError(f"{what} returned {describe(results)}, which contains no arrays.")
     return jax.tree_util.tree_map_with_path(rows, results, is_leaf=is_per_replica)

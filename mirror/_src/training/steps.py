@@ -127,7 +127,8 @@ def evaluation_step(objective: Objective) -> Callable[[nnx.Module, PyTree, Array
         assert context is not None, "a step runs in a replica"
         _, sums = objective(_for_evaluation(model), batch, mask)
         num_rows = mask.size * context.num_replicas_in_sync
-        return _all_reduced([], sums, num_rows)[1]
+        reduced = _all_reduced([], sums._replace(metrics={}), num_rows)[1]
+        return reduced._replace(metrics=sums.metrics)
 
     on_behalf_of(evaluate_step, objective.loss_fn)
     return evaluate_step

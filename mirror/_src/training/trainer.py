@@ -46,6 +46,7 @@ from mirror._src.training.inputs import (
 from mirror._src.training.loop import FitLoop
 from mirror._src.training.loss_scale import SCALE, LossScale, LossScaleArgument, loss_scale_of
 from mirror._src.training.losses import LossName, Metrics
+from mirror._src.training.metric_totals import MetricTotals
 from mirror._src.training.mistakes import (
     advice_for_model,
     explains_arguments,
@@ -119,11 +120,13 @@ class Trainer(Generic[M]):
             replica's batch, or `(losses, metrics)` with a dict of metrics of shape `(B,)`. Booleans
             and integers are counted exactly. A loss or metric may be
             `mirror.Weighted(values, weights)`, which is divided by the sum of its weights (such as
-            numbers of tokens) instead of the number of examples. Or the name of a loss, which is
+            numbers of tokens) instead of the number of examples. A metric that is not a mean is a
+            `mirror.Metric`. Or the name of a loss, which is
             computed from the logits `model(inputs)`: batches are `(inputs, labels)`, or dicts with
             two entries of which `labels` names one.
         metrics: Metrics of a named loss: names such as `"accuracy"` and `"top_5_accuracy"`, or
-            functions `(outputs, labels)` that return one value per example, or a dict of them.
+            functions `(outputs, labels)` that return one value per example or a `mirror.Metric`, or
+            a dict of them.
         strategy: The strategy to train with. Defaults to the strategy of the current scope.
         wrt: Which variables to train, as for `nnx.Optimizer`. Defaults to `nnx.Param`, or to the
             `wrt` of the `nnx.Optimizer` that was passed.
@@ -437,7 +440,7 @@ class Trainer(Generic[M]):
         after_batch: Callable[[int], None] | None = None,
     ) -> dict[str, float]:
         """Evaluates all batches, or the first `most`, and calls `after_batch` with their number."""
-        meter = MetricAccumulator()
+        meter, metrics = MetricAccumulator(), MetricTotals(self._local)
         distributed = self._distributed(data)
         model, step = self._objects["model"], self._training.evaluate_step
         with self._watched(), self._using("evaluate"):
@@ -445,13 +448,15 @@ class Trainer(Generic[M]):
             for count, batch in enumerate(batches, 1):
                 (padded,) = self._rows.without_padding(self._evaluated_examples, model, batch)
                 arguments = (model, padded.batch, padded.mask)
-                meter.add(0, self._local.run(step, arguments))
+                sums = self._local.run(step, arguments)
+                meter.add(0, sums._replace(metrics={}))
+                metrics.add(sums.metrics, padded.mask)
                 self._training.warn_after_trace(step, arguments)
                 meter.collect(running=MOST_RUNNING)
                 if after_batch is not None:
                     after_batch(count)
             meter.collect()
-        return meter.means
+            return {**meter.means, **metrics.values()}
 
     @api_boundary
     @explains_arguments

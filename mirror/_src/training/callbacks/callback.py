@@ -129,7 +129,8 @@ class Monitor:
             ValueError: If there is no such metric, and no callback may add it.
         """
         has_validation = fit.has_validation and not self._of_steps
-        names = [*fit.metrics, *(_VALIDATION + name for name in fit.metrics if has_validation)]
+        of_validation = [*fit.metrics, *fit.evaluated_metrics] if has_validation else []
+        names = [*fit.metrics, *(_VALIDATION + name for name in of_validation)]
         if self.name not in names and (self._of_steps or not fit.may_add(self.name)):
             raise ValueError(self._unknown(names))
 
