@@ -15,6 +15,7 @@ from mirror._src.training.callbacks.logs import TensorBoard as TensorBoard
 from mirror._src.training.callbacks.progress_bar import ProgressBar as ProgressBar
 from mirror._src.training.callbacks.stopping import EarlyStopping as EarlyStopping
 from mirror._src.training.callbacks.stopping import NaNGuard as NaNGuard
+from mirror._src.training.callbacks.throughput import Throughput as Throughput
 from mirror._src.training.loop import FitLoop as FitLoop
 
 _explain_unknown_names("mirror.callbacks")

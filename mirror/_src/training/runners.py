@@ -13,10 +13,13 @@ from mirror._src.data.padded import PaddedBatch
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 from mirror._src.engine.scopes import require_cross_replica
 from mirror._src.inspection.verify import VerifyReport, verify
+from mirror._src.jaxprs.equations import equations
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training import steps
 from mirror._src.training.objective import LOSS, Objective, Sums, number_of
 from mirror._src.training.progress import MOST_RUNNING
+
+_LOOPS = {"scan", "while"}
 
 
 class StepRunner(Protocol):
@@ -163,6 +166,21 @@ class LocalSteps:
         if self._strategy._runner.is_staged:
             return str(self._strategy.inspect(step, arguments))
         return self._strategy._runner.lower(step, arguments, {}).as_text()
+
+
+def flops_of(runner: StepRunner, batch: PaddedBatch | None) -> float:
+    """Returns XLA's count of the operations of a step on each device, or 0 if it is unknown.
+
+    XLA counts the body of a loop once.
+    """
+    if not isinstance(runner, LocalSteps) or runner._strategy._runner.is_staged or batch is None:
+        return 0
+    step, arguments = runner._call(batch)
+    program = runner._strategy._runner.traced(step, arguments, {})[1].jaxpr
+    if any(eqn.primitive.name in _LOOPS for eqn in equations(program.jaxpr)):
+        return 0
+    analysis = runner._strategy._runner.lower(step, arguments, {}).cost_analysis()
+    return float((analysis or {}).get("flops", 0))
 
 
 class RemoteStrategy(abc.ABC):
