@@ -7,6 +7,7 @@ own, subclass `Callback` and override the hooks you need.
 from mirror._src.base.unknown_names import explain_unknown_names as _explain_unknown_names
 from mirror._src.training.callbacks.callback import Callback as Callback
 from mirror._src.training.callbacks.checkpoints import Checkpoint as Checkpoint
+from mirror._src.training.callbacks.ema import EMA as EMA
 from mirror._src.training.callbacks.logs import CSVLogger as CSVLogger
 from mirror._src.training.callbacks.logs import LearningRate as LearningRate
 from mirror._src.training.callbacks.logs import Log as Log

@@ -82,7 +82,7 @@ BUDGETS = {
     "data": Size(1400, 13, 27),
     "keras": Size(505, 7, 7),
     "strategy": Size(850, 7, 7),
-    "training": Size(4985, 33, 60),
+    "training": Size(5032, 34, 62),
     "ps": Size(3905, 20, 79),
     "tools": Size(3165, 41, 33),
 }
@@ -326,8 +326,8 @@ MODULES = {
     """,
     "debugging": "Table Watch set_log_device_placement visualize_placement watch",
     "callbacks": """
-        CSVLogger Callback Checkpoint EarlyStopping LearningRate Log NaNGuard Profiler ProgressBar
-        TensorBoard Throughput FitLoop
+        CSVLogger Callback Checkpoint EMA EarlyStopping LearningRate Log NaNGuard Profiler
+        ProgressBar TensorBoard Throughput FitLoop
     """,
     "data": "ArrayDataset from_arrays",
     "ps": """

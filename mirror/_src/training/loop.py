@@ -32,6 +32,7 @@ from mirror._src.training.runners import RemoteStrategy, StepRunner
 
 _LABELS = ", which mirror.Trainer(..., labels='label', num_classes=10) checks"
 _MOST_KEPT_BYTES = 2**23
+_ADDED = {"LearningRate": "learning_rate", "EMA": "ema_"}  # names, or how they start
 _CAUSES: dict[int, Cause] = {signal.SIGINT: "interrupt", signal.SIGTERM: "SIGTERM"}
 
 
@@ -52,7 +53,7 @@ class TrainerOfFit(Protocol):
         """Its optimizer."""
         ...
 
-    def evaluate(self, data: Any) -> dict[str, float]:
+    def evaluate(self, data: Any, *, batch_size: int | None = None) -> dict[str, float]:
         """Returns the means over all examples of the data."""
         ...
 
@@ -156,7 +157,7 @@ class FitLoop:
         if any(not is_our_module(type(callback).__module__) for callback in self._callbacks):
             return True
         kinds = {type(callback).__name__ for callback in self._callbacks}
-        return name == "learning_rate" and "LearningRate" in kinds
+        return any(kind in kinds and name.startswith(start) for kind, start in _ADDED.items())
 
     @property
     def stopped(self) -> str | None:
