@@ -12,6 +12,7 @@ from mirror._src.ps.handles import RemoteValue as RemoteValue
 from mirror._src.ps.placement import FixedShardsPartitioner as FixedShardsPartitioner
 from mirror._src.ps.placement import MaxSizePartitioner as MaxSizePartitioner
 from mirror._src.ps.placement import MinSizePartitioner as MinSizePartitioner
+from mirror._src.ps.sparse import ServerTable as ServerTable
 from mirror._src.ps.strategy import ParameterServerStrategy as ParameterServerStrategy
 
 _explain_unknown_names("mirror.ps")

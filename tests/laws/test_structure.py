@@ -72,7 +72,7 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(984, 23, 14),
+    "base": Size(985, 23, 14),
     "devices": Size(2050, 24, 26),
     "cluster": Size(1100, 9, 20),
     "jaxprs": Size(1895, 18, 23),
@@ -83,7 +83,7 @@ BUDGETS = {
     "keras": Size(505, 7, 7),
     "strategy": Size(850, 7, 7),
     "training": Size(5032, 34, 62),
-    "ps": Size(3905, 20, 79),
+    "ps": Size(3983, 20, 81),
     "tools": Size(3165, 41, 33),
 }
 
@@ -333,7 +333,7 @@ MODULES = {
     "ps": """
         CancelledError ClusterCoordinator FixedShardsPartitioner MaxSizePartitioner
         MinSizePartitioner ParameterServerLostError ParameterServerStrategy PerWorkerDataset
-        RemoteValue
+        RemoteValue ServerTable
     """,
     "testing": "assert_mirrored assert_trains_like_one_device",
 }

@@ -1647,8 +1647,8 @@ _OF_PARAMETER_SERVERS = (
     Fault(
         "the number after a range",
         f"{_PS}/store.py",
-        "number < self._stops[position]",
-        "number <= self._stops[position]",
+        "number < self._ranges[position - 1][1]",
+        "number <= self._ranges[position - 1][1]",
         ("tests/ps/test_store.py",),
         likely="numbers_are_a_set",
     ),
@@ -1685,8 +1685,8 @@ _OF_PARAMETER_SERVERS = (
     Fault(
         "loaded values that share the memory of the snapshot",
         f"{_PS}/store.py",
-        "jax.numpy.array(buffer) for buffer in trained.pack_np(snapshot.values)",
-        "jax.numpy.asarray(buffer) for buffer in trained.pack_np(snapshot.values)",
+        "jax.numpy.array(buffer) for buffer in trained.pack_np(values)",
+        "jax.numpy.asarray(buffer) for buffer in trained.pack_np(values)",
         ("tests/ps/test_store.py",),
         likely="may_change_later",
     ),

@@ -100,8 +100,12 @@ class Cluster:
         )
         values = self.placement.split(objects.read())
         held = zip(self.stores, self.placement.servers, values, states, strict=True)
+        self.definitions = []
         for store, slices, own, state in held:
-            definition = Definition(slices, self.tx, True, self.placement.tables)
+            definition = Definition(
+                slices, self.tx, True, self.placement.tables, objects.first_rows
+            )
+            self.definitions.append(definition)
             store.load(definition, ServerSnapshot(own, state), 0)
         share = ModelShare(objects.definition(), self.placement, self.sparse)
         # The workers share a program, because each would compile it.
@@ -141,6 +145,15 @@ class Cluster:
         for batch in data:
             self.step(batch)
         collect(self.objects, self.placement, self.stores, self.commit)
+
+    def snapshots(self):
+        return [store.snapshot() for store in self.stores]
+
+    def restart(self):
+        """Replaces the servers by new ones, which load their snapshots."""
+        for i, (store, snapshot) in enumerate(zip(self.stores, self.snapshots(), strict=True)):
+            self.stores[i] = Store()
+            self.stores[i].load(self.definitions[i], snapshot, 0, store.held_tables())
 
     def bytes_moved(self):
         counts = [store.statistics() for store in self.stores]

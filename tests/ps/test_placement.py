@@ -122,7 +122,6 @@ def test_bad_numbers_are_refused(subtests):
             (MaxSizePartitioner, "max_shard_bytes"),
             (FixedShardsPartitioner, "num_shards"),
             (lambda value: MinSizePartitioner(max_shards=value), "max_shards"),
-            (lambda value: place([], value, None), "num_ps"),
         ],
         [0, -1, True, "x", 1.5],
     ):
@@ -144,18 +143,9 @@ def test_partitioners_must_return_a_positive_integer(subtests):
             place([LEAF], 2, lambda shape, dtype: number)
 
 
-def test_bad_arguments_of_place_are_refused():
-    with raises(TypeError, names="partitioner", values=2, fix="mirror.ps.MinSizePartitioner"):
-        place([LEAF], 2, 2)
+def test_leaves_of_one_name_are_refused():
     with raises(ValueError, names="'a.kernel'"):
         place([LEAF, LEAF], 2, None)
-    with raises(ValueError, names=("whole", "'b'")):
-        place([LEAF], 2, None, whole=["b"])
-    with raises(ValueError, names=("tables", "'b'")):
-        place([LEAF], 2, None, tables=["b"])
-    for leaf in (LEAF._replace(shape=()), LEAF._replace(kind="moving")):
-        with raises(ValueError, names=("tables", "'a.kernel'")):
-            place([leaf], 2, None, tables=["a.kernel"])
 
 
 def test_partitioners_say_what_they_do():

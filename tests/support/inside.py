@@ -72,6 +72,8 @@ from mirror._src.keras import batches as keras_batch_module
 from mirror._src.keras import hooks as keras_hook_module
 from mirror._src.keras import step_function as keras_steps
 from mirror._src.ps import conductor, ray_cluster, server, tethered
+from mirror._src.ps.objects import TrainingObjects
+from mirror._src.ps.sparse import SparseTables
 from mirror._src.ps.strategy import ServerScope
 from mirror._src.ps.variables import ServerVariable
 from mirror._src.strategy import multi_worker
@@ -288,6 +290,12 @@ def waits_for_ray() -> tuple[ModuleType, ModuleType]:
 def server_variable(name: str, variables: Any) -> ServerVariable:
     """A variable without a cluster of Ray, which it needs publicly."""
     return ServerVariable(name, variables)
+
+
+def require_tables(sparse: dict[str, Any], model: Any, optimizer: Any) -> None:
+    """Checks the argument `sparse` for a model: publicly, it needs a cluster of Ray."""
+    objects = TrainingObjects(model, optimizer)
+    SparseTables(sparse).require_in(objects.leaves, objects.tables)
 
 
 def replacements() -> tuple[dict[str, str], dict[tuple[str, str], str]]:

@@ -20,6 +20,7 @@ NAMES_OF_PS = (
     "ParameterServerStrategy",
     "PerWorkerDataset",
     "RemoteValue",
+    "ServerTable",
 )
 """The public names of `mirror.ps`, for messages to those who look for them in `mirror`."""
 _WITHOUT_JAX = ("cli", "pytest_plugin")

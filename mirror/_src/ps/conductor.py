@@ -33,6 +33,9 @@ _START_SECS = 300.0  # of which JAX takes seconds in each process
 _LINE_SECS = 10.0  # between the lines about a wait
 
 
+Snapshot = tuple[ServerSnapshot, Any]  # and a reference to the one of its tables
+
+
 @final
 class Conductor:
     """Runs scheduled functions on the workers, in a background thread.
@@ -71,7 +74,8 @@ class Conductor:
         """Loads the servers, sets the workers up, and starts the thread."""
         self._thread.start()
         with self._changed:
-            self._do(self._scheduler.load, 0, [ServerSnapshot({})] * self._engine.num_servers)
+            empty: Snapshot = (ServerSnapshot({}), None)
+            self._do(self._scheduler.load, 0, [empty] * self._engine.num_servers)
             for worker in range(self._engine.num_workers):
                 self._do(self.revive, worker)
             self._await_start()
@@ -127,9 +131,7 @@ class Conductor:
         with self._changed:
             self._wait(lambda: True, None, "done")
 
-    def load(
-        self, definitions: Sequence[Any], snapshots: Sequence[ServerSnapshot], step: int
-    ) -> None:
+    def load(self, definitions: Sequence[Any], snapshots: Sequence[Snapshot], step: int) -> None:
         """Gives the servers other values, when nothing is scheduled.
 
         Args:
@@ -140,10 +142,10 @@ class Conductor:
         with self._changed:
             self._wait(lambda: self._scheduler.is_idle, None, "schedule")
             self._definitions = list(definitions)
-            loaded = [snapshot._replace(version=step) for snapshot in snapshots]
+            loaded = [(snapshot._replace(version=step), held) for snapshot, held in snapshots]
             self._do(self._scheduler.load, step, loaded)
 
-    def take_snapshot(self) -> list[ServerSnapshot]:
+    def take_snapshot(self) -> list[Snapshot]:
         """Returns the state of all servers, between two updates."""
         with self._changed:
             while True:
@@ -152,7 +154,7 @@ class Conductor:
                 self._wait(lambda: self._scheduler.is_idle, None, "join")
                 # After a loss, a snapshot is taken before the steps since the last are repeated.
                 if self._scheduler.incarnation == incarnation:
-                    snapshots: list[ServerSnapshot] = self._scheduler.kept
+                    snapshots: list[Snapshot] = self._scheduler.kept
                     return snapshots
 
     # Everything below is called with the lock held.
@@ -272,10 +274,12 @@ class Conductor:
         taken = functools.partial(self._scheduler.snapshot_taken, number)
         self._call_servers("snapshot", empty, taken)
 
-    def restore(self, incarnation: int, kept: Sequence[ServerSnapshot]) -> None:
+    def restore(self, incarnation: int, kept: Sequence[Snapshot]) -> None:
         """See `Actions`."""
-        pairs = zip(self._definitions, kept, strict=True)
-        arguments = [(*pair, incarnation) for pair in pairs]
+        arguments = [
+            (definition, snapshot, incarnation, held)
+            for definition, (snapshot, held) in zip(self._definitions, kept, strict=True)
+        ]
         self._call_servers(
             "load",
             arguments,

@@ -16,6 +16,7 @@ from mirror._src.ps.messages import (
     NotExported,
     NotSetUp,
     ServerGoneError,
+    ServerSnapshot,
     plain,
     received,
     request,
@@ -66,11 +67,11 @@ class ServerActor:
         self._index, self._store = index, Store()
         self._definition: tuple[bytes, Any] = b"", None
 
-    def load(self, definition: Pickled, snapshot: Any, incarnation: int) -> int:
+    def load(self, definition: Pickled, snapshot: Any, incarnation: int, held: Any) -> int:
         """Replaces everything by a snapshot."""
         if definition.data != self._definition[0]:  # the store compiles each definition
             self._definition = definition.data, loads(definition)
-        self._store.load(self._definition[1], snapshot, incarnation)
+        self._store.load(self._definition[1], snapshot, incarnation, held)
         return incarnation
 
     def pull(self, *arguments: Any) -> Any:
@@ -85,9 +86,13 @@ class ServerActor:
         """Applies the gradients of a step."""
         return self._store.commit(*arguments)
 
-    def snapshot(self) -> Any:
-        """Returns the state."""
-        return self._store.snapshot()
+    def snapshot(self) -> tuple[Any, Any]:
+        """Returns the state; what is second stays on this machine, in Ray's object store."""
+        return self._store.snapshot(), self._store.held_tables()
+
+    def rows(self, *arguments: Any) -> Any:
+        """Returns rows of a table."""
+        return self._store.rows(*arguments)
 
     def statistics(self) -> dict[str, Any]:
         """Returns counts, and the bytes of memory that the process uses at most."""
@@ -174,7 +179,7 @@ class RayVariables:
     """
 
     def __init__(self, actor: Any) -> None:
-        self._actor = actor
+        self._actor, self._has_ended = actor, False
 
     def apply(self, name: str, operation: str, value: Any) -> Any:
         """Applies an operation to a variable, and returns its value.
@@ -184,7 +189,8 @@ class RayVariables:
         """
         ray = import_ray()
         try:
-            if not ray.is_initialized():  # Ray would start or join a cluster again
+            # Ray would start or join a cluster again, and ends a process some time later.
+            if self._has_ended or not ray.is_initialized():
                 raise ray.exceptions.RayActorError
             reply = ray.get(self._actor.apply.remote(name, operation, value))
         except ray.exceptions.RayActorError:
@@ -198,6 +204,7 @@ class RayVariables:
 
     def end(self) -> None:
         """Ends the process of the variables."""
+        self._has_ended = True
         import_ray().kill(self._actor)
 
 
@@ -306,15 +313,18 @@ class RayEngine:
         *,
         waits_for_restart: bool = False,
     ) -> None:
-        """Calls a method of each server with its arguments; `done` gets the list of replies."""
+        """Calls a method of each server with its arguments; `done` gets the list of replies.
+
+        A snapshot is a pair, of which the second is a reference.
+        """
         self._require_open()
         replies: list[Any] = [None] * self.num_servers
         missing, lock = self.num_servers, threading.Lock()
 
-        def answered(server: int, reply: Any) -> None:
+        def answered(server: int, held: Any, reply: Any) -> None:
             nonlocal missing
             with lock:
-                replies[server] = reply
+                replies[server] = (reply, held) if isinstance(reply, ServerSnapshot) else reply
                 missing -= 1
                 is_last = not missing
             if is_last:
@@ -324,8 +334,11 @@ class RayEngine:
             call = getattr(actor, method)
             if waits_for_restart:
                 call = call.options(max_task_retries=-1)
-            reference = call.remote(*arguments[server])
-            self._answer(reference, server, functools.partial(answered, server))
+            if method == "snapshot":
+                reference, held = call.options(num_returns=2).remote(*arguments[server])
+            else:
+                reference, held = call.remote(*arguments[server]), None
+            self._answer(reference, server, functools.partial(answered, server, held))
 
     def ask_server(self, server: int, method: str, *arguments: Any) -> Any:
         """Calls a method of one server, and waits for the reply."""

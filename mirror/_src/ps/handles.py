@@ -105,18 +105,8 @@ class RunningFunction(NamedTuple):
     load: Callable[[Any], Any]
 
 
-_running: RunningFunction | None = None
-
-
-def running_function() -> RunningFunction | None:
-    """Returns the function that this process runs as a worker; None elsewhere."""
-    return _running
-
-
-def set_running(function: RunningFunction | None) -> None:
-    """Sets what `running_function` returns."""
-    global _running
-    _running = function
+running: list[RunningFunction] = []
+"""The function that this process runs as a worker, if any."""
 
 
 @set_module("mirror.ps")
@@ -164,9 +154,9 @@ class PerWorkerIterator:
 
 def _on_worker(key: int, dataset_fn: Export) -> Any:
     """Returns this worker's iterator; the handle itself in other processes."""
-    function = running_function()
-    if function is None:
+    if not running:
         return PerWorkerIterator(key, dataset_fn)
-    if key not in function.iterators:
-        function.iterators[key] = iter(function.load(dataset_fn)())
-    return function.iterators[key]
+    iterators, load = running[-1]
+    if key not in iterators:
+        iterators[key] = iter(load(dataset_fn)())
+    return iterators[key]

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import optax
 
-from mirror._src.base.types import Array, PyTree
+from mirror._src.base.types import Array
 from mirror._src.ps.placement import Placement, Slice, rows
 
 _MOST_PACKED_BYTES = 64 << 10
@@ -128,26 +128,29 @@ class Definition(NamedTuple):
             `staleness` if it takes extra arguments. `None` if no slice is trained.
         is_sync: Whether pushes wait for the commit of their step.
         tables: Leaves whose touched rows alone are pulled and pushed.
+        first_rows: For each `ServerTable`, which the main program does not hold, the function that
+            returns its first rows.
     """
 
     slices: tuple[Slice, ...]
     tx: optax.GradientTransformation | None
     is_sync: bool
     tables: frozenset[str] = frozenset()
+    first_rows: Mapping[str, Callable[[int, int], Any]] = {}
 
 
 class ServerSnapshot(NamedTuple):
-    """All that a server knows: loaded into another one, training continues bit for bit.
+    """State of a server. Two of them, of all else and of its tables, continue it bit for bit.
 
     Attributes:
         values: Each slice's values.
-        state: The optimizer's state; `None` initializes it.
+        state: The optimizer's state by path; `None` initializes it.
         version: Number of updates applied.
         applied: Ranges of the numbers of asynchronous tasks that were applied.
     """
 
     values: Mapping[str, np.ndarray]
-    state: PyTree = None
+    state: Mapping[tuple[str, ...], np.ndarray] | None = None
     version: int = 0
     applied: tuple[tuple[int, int], ...] = ()
 

@@ -1,6 +1,6 @@
 """The model and optimizer of a training step, as arrays by name that parameter servers hold."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, final
 
 import jax
@@ -14,10 +14,12 @@ from mirror._src.base.types import PyTree
 from mirror._src.devices.transfer import move
 from mirror._src.engine.variable import Variable
 from mirror._src.ps.placement import Leaf, Placement, rows
+from mirror._src.ps.sparse import ServerRows
 from mirror._src.training.checkpoints.files import KeyData
 from mirror._src.training.checkpoints.snapshot import value_of
 
 Path = tuple[Any, ...]
+OptimizerState = Mapping[tuple[str, ...], np.ndarray]
 
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,85 +98,66 @@ def row_owner(path: Path, shape: Sequence[int], leaves: Mapping[str, Any]) -> st
     return name if shape[0] == leaves[name].shape[0] else None
 
 
+def by_path(state: PyTree) -> OptimizerState:
+    """Returns the leaves of an optimizer's state, in NumPy, by the keys of their paths as strings.
+
+    So the states of nested dicts and of nnx, which counts the items of a list in integers, match.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {path_text(path): as_numpy(leaf) for path, leaf in leaves}
+
+
+def path_text(path: Path) -> tuple[str, ...]:
+    """Returns the keys of a path as strings."""
+    return tuple(
+        str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
+    )
+
+
 def join_optimizer_state(
     tx: optax.GradientTransformation,
     trained: Mapping[str, Any],
     placement: Placement,
-    states: Sequence[PyTree],
-) -> PyTree:
+    states: Sequence[OptimizerState],
+) -> OptimizerState:
     """Returns the state of an optimizer for whole leaves, given its state on each server.
+
+    What does not belong to a leaf, such as a count of steps, is equal on all servers.
 
     Args:
         tx: The optimizer.
         trained: Shape and dtype of each trained leaf, whole.
         placement: Where the rows of the leaves are.
-        states: The state on each server, in NumPy; `None` for a server without trained leaves.
-
-    Returns:
-        The state that `tx.init(nest(trained))` has the structure of, in NumPy. What does not belong
-        to a leaf, such as a count of steps, is equal on all servers.
+        states: The state on each server.
     """
-    found: list[dict[Path, Any]] = [
-        dict(jax.tree_util.tree_flatten_with_path(state)[0]) for state in states
-    ]
-    structs, treedef = init_structs(tx, trained)
-    initial: list[Any] | None = None
-    leaves = []
-    for position, (path, struct) in enumerate(structs):
-        name = row_owner(path, struct.shape, trained)
-        held = [] if name is None else placement.holders[name]
-        if len(held) > 1:
-            leaves.append(np.concatenate([found[server][path] for server, _ in held]))
-            continue
-        values = [state[path] for state in found if path in state]
-        if not values:  # No server has a trained leaf.
-            initial = initial or jax.tree.leaves(tx.init(nest(trained)))
-            values = [as_numpy(initial[position])]
-        leaves.append(values[0])
-    return treedef.unflatten(leaves)
+    joined = {}
+    for path, struct in init_structs(tx, trained)[0]:
+        key, name = path_text(path), row_owner(path, struct.shape, trained)
+        holders = [] if name is None else placement.holders[name]
+        if len(holders) > 1:
+            joined[key] = np.concatenate([states[server][key] for server, _ in holders])
+        else:
+            joined[key] = next(state[key] for state in states if key in state)
+    return joined
 
 
 def split_optimizer_state(
     tx: optax.GradientTransformation,
     trained: Mapping[str, Any],
     placement: Placement,
-    state: PyTree,
-) -> list[PyTree]:
-    """Returns the state of an optimizer for each server; the inverse of `join_optimizer_state`.
-
-    Args:
-        tx: The optimizer.
-        trained: Shape and dtype of each trained leaf, whole.
-        placement: Where the rows of the leaves are.
-        state: The state for whole leaves, of the structure of `tx.init(nest(trained))`.
-
-    Returns:
-        Its rows for each server, as views; `None` for a server without trained leaves.
-
-    Raises:
-        ValueError: If the state has another structure.
-    """
-    structs, treedef = init_structs(tx, trained)
-    if jax.tree.structure(state) != treedef:
-        raise ValueError(
-            f"The optimizer's state must have the structure of tx.init, {treedef}, got "
-            f"{jax.tree.structure(state)}. Was it saved with another optimizer?"
-        )
-    by_path = dict(jax.tree_util.tree_flatten_with_path(state)[0])
-    shapes = {path: struct.shape for path, struct in structs}
-    states: list[PyTree] = []
+    state: OptimizerState,
+) -> list[OptimizerState]:
+    """Returns the state of an optimizer for each server; the inverse of `join_optimizer_state`."""
+    structs, _ = init_structs(tx, trained)
+    states: list[OptimizerState] = []
     for slices in placement.servers:
-        own = {part.leaf: part for part in slices if part.leaf in trained}
-        if not own:
-            states.append(None)
-            continue
-        parts, inner = init_structs(tx, own)
-        leaves = []
-        for path, _ in parts:
-            name = row_owner(path, shapes[path], trained)
-            value = as_numpy(by_path[path])
-            leaves.append(value if name is None else rows(value, own[name]))
-        states.append(inner.unflatten(leaves))
+        own, parts = {part.leaf: part for part in slices}, {}
+        for path, struct in structs:
+            name, key = owner(path, trained), path_text(path)
+            if name is None or name in own:
+                is_cut = row_owner(path, struct.shape, trained) is not None
+                parts[key] = rows(state[key], own[name]) if name and is_cut else state[key]
+        states.append(parts)
     return states
 
 
@@ -273,12 +256,15 @@ class TrainingObjects:
             Place(path, ".".join(map(str, path)), _kind(path, holder, path in trained))
             for path, holder in self._holders
         )
-        values = self.read()
+        values = {p.name: value_of(h) for p, (_, h) in zip(self.places, self._holders, strict=True)}
         self.leaves = tuple(
             Leaf(place.name, values[place.name].shape, str(values[place.name].dtype), place.kind)
             for place in self.places
             if place.kind != "local"
         )
+        self.tables: dict[str, ServerRows] = {
+            name: value for name, value in values.items() if isinstance(value, ServerRows)
+        }
         if not any(leaf.kind == "trained" for leaf in self.leaves):
             raise ValueError(
                 f"{describe(model)} has no variables that wrt={describe(optimizer.wrt)} of the "
@@ -287,12 +273,22 @@ class TrainingObjects:
 
     @property
     def trained(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape and dtype of the trained leaves, by name."""
+        """Shape and dtype of the trained leaves that this program holds, by name."""
         return {
             leaf.name: jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
             for leaf in self.leaves
-            if leaf.kind == "trained"
+            if leaf.kind == "trained" and leaf.name not in self.tables
         }
+
+    @property
+    def _held(self) -> list[Place]:
+        """The arrays that servers and this program hold."""
+        return [p for p in self.places if p.kind != "local" and p.name not in self.tables]
+
+    @property
+    def first_rows(self) -> dict[str, Callable[[int, int], Any]]:
+        """The functions of the tables that this program does not hold, by name."""
+        return {name: rows.first_rows for name, rows in self.tables.items()}
 
     @property
     def step(self) -> int:
@@ -306,7 +302,14 @@ class TrainingObjects:
             for place, (_, holder) in zip(self.places, self._holders, strict=True)
             if place.kind == "local"
         }
-        return ModelDefinition(self._graphdef, self.places, local, self.leaves, self.optimizer.wrt)
+        graphdef = self._graphdef
+        if self.tables:
+            copy: Any = nnx.merge(*nnx.split(self.model))
+            for place in self.places:
+                if place.name in self.tables:
+                    _replace(copy, place.path, nnx.Param(jnp.zeros(0)))
+            graphdef = nnx.split(copy)[0]
+        return ModelDefinition(graphdef, self.places, local, self.leaves, self.optimizer.wrt)
 
     def has_same_structure(self) -> bool:
         """Whether the model still has the structure that it had at first."""
@@ -320,46 +323,34 @@ class TrainingObjects:
     def read(self) -> dict[str, np.ndarray]:
         """Returns the trained and moving arrays by name, in NumPy."""
         holders = dict(nnx.to_flat_state(nnx.state(self.model)))
-        return {
-            place.name: np.asarray(value_of(holders[place.path]))
-            for place in self.places
-            if place.kind != "local"
-        }
+        return {p.name: np.asarray(value_of(holders[p.path])) for p in self._held}
 
-    def read_optimizer(self) -> PyTree:
-        """Returns the optimizer's state of nested dicts, as servers see it, in NumPy."""
-        own = jax.tree_util.tree_leaves_with_path(nnx.as_pure(self.optimizer.opt_state))
-        values = {_text(path): as_numpy(value) for path, value in own}
-        structs, treedef = self._optimizer_structs()
-        missing = [path for path, _ in structs if path not in values]
-        if missing or len(structs) != len(values):
+    def read_optimizer(self) -> OptimizerState:
+        """Returns the optimizer's state, as servers see it."""
+        state = by_path(nnx.as_pure(self.optimizer.opt_state))
+        structs, _ = init_structs(self.optimizer.tx, self.trained)
+        wanted = {path_text(path) for path, _ in structs}
+        if state.keys() != wanted:
+            differing = sorted(wanted - state.keys()) or sorted(state)
             raise ValueError(
                 "The state of the optimizer does not match its transformation: "
-                f"{'.'.join((missing or sorted(values))[0])}. Create the optimizer with the model: "
+                f"{'.'.join(differing[0])}. Create the optimizer with the model: "
                 "nnx.Optimizer(model, tx, wrt=nnx.Param)."
             )
-        return treedef.unflatten([values[path] for path, _ in structs])
+        return state
 
-    def write(self, values: Mapping[str, np.ndarray], state: PyTree, step: int) -> None:
+    def write(self, values: Mapping[str, np.ndarray], state: OptimizerState, step: int) -> None:
         """Writes values, the optimizer's state and its number of updates into the objects."""
         holders = dict(nnx.to_flat_state(nnx.state(self.model)))
-        held = [place for place in self.places if place.kind != "local"]
-        flat = [(p.path, _like(values[p.name], value_of(holders[p.path]))) for p in held]
+        flat = [(p.path, _like(values[p.name], value_of(holders[p.path]))) for p in self._held]
         nnx.update(self.model, nnx.from_flat_state(flat))
-        new = {_text(path): value for path, value in jax.tree_util.tree_leaves_with_path(state)}
         pure = nnx.as_pure(self.optimizer.opt_state)
         treedef: Any
         paths, treedef = jax.tree_util.tree_flatten_with_path(pure)
-        filled = [_like(new[_text(path)], old) for path, old in paths]
+        filled = [_like(state[path_text(path)], old) for path, old in paths]
         nnx.update(self.optimizer.opt_state, nnx.state(treedef.unflatten(filled)))
         # Not `[...] =`, which fails for a step on several devices, of another strategy.
         self.optimizer.step.set_value(_like(np.asarray(step), self.optimizer.step.get_value()))
-
-    def _optimizer_structs(self) -> tuple[list[tuple[Path, Any]], Any]:
-        shapes = jax.eval_shape(self.optimizer.tx.init, nest(self.trained))
-        treedef: Any
-        found, treedef = jax.tree_util.tree_flatten_with_path(shapes)
-        return [(_text(path), struct) for path, struct in found], treedef
 
 
 def host_array(value: Any) -> Any:
@@ -396,9 +387,20 @@ def _kind(path: Path, holder: Any, is_trained: bool) -> Literal["trained", "movi
             "one variable for each array."
         )
     is_float = jnp.issubdtype(value.dtype, jnp.inexact)
-    if is_trained:
+    if is_trained or isinstance(value, ServerRows):
         return "trained"
     return "moving" if is_float else "local"
+
+
+def _replace(node: Any, path: Path, variable: nnx.Variable[Any]) -> None:
+    """Replaces the variable at a path of a model."""
+    *outer, last = path
+    for key in outer:
+        node = node[key] if isinstance(node, nnx.List | nnx.Dict) else getattr(node, str(key))
+    if isinstance(node, nnx.List | nnx.Dict):
+        node[last] = variable
+    else:
+        setattr(node, str(last), variable)
 
 
 def _like(value: np.ndarray, old: Any) -> Any:
@@ -407,13 +409,6 @@ def _like(value: np.ndarray, old: Any) -> Any:
         return as_jax(value, old)
     device = min(old.devices(), key=lambda device: device.id)
     return move(as_jax(value, old), device)
-
-
-def _text(path: Path) -> tuple[str, ...]:
-    """Returns the keys of a path as strings: nnx counts the items of a list in integers."""
-    return tuple(
-        str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
-    )
 
 
 def require_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

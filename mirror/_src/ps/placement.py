@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mirror._src.base.errors import describe, expected, require_int
+from mirror._src.base.errors import describe, require_int
 from mirror._src.base.modules import set_module
 
 
@@ -256,28 +256,14 @@ def place(
         tables: Names of the leaves whose touched rows alone travel.
 
     Raises:
-        ValueError: If two leaves have one name, or `whole` or `tables` names an unknown leaf, or
-            `tables` one without rows or gradients.
-        TypeError: If the partitioner is not callable, or does not return an integer.
+        ValueError: If two leaves have one name.
+        TypeError: If the partitioner does not return an integer.
     """
     leaves = list(leaves)
-    require_int("num_ps", num_ps)
-    if partitioner is not None and not callable(partitioner):
-        fix = "For example mirror.ps.MinSizePartitioner(256 << 10)."
-        raise TypeError(expected("partitioner", partitioner, "callable or None", fix))
     names = [leaf.name for leaf in leaves]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"Two leaves have the name {twice!r}. Give each its own name.")
-    for argument, chosen in (("whole", whole), ("tables", tables)):
-        if unknown := sorted(set(chosen) - set(names)):
-            raise ValueError(f"`{argument}` names {unknown[0]!r}, which is not one of {names}.")
-    for leaf in leaves:
-        if leaf.name in tables and (not leaf.shape or leaf.kind != "trained"):
-            raise ValueError(
-                f"`tables` names {leaf.name!r}, which must be a trained variable with rows, got a "
-                f"{leaf.kind} one, {leaf.dtype}{list(leaf.shape)}."
-            )
     cut = [_slices(leaf, 1 if leaf.name in whole else num_ps, partitioner) for leaf in leaves]
     loads = [0] * num_ps
     servers: list[list[tuple[int, Slice]]] = [[] for _ in range(num_ps)]

@@ -1,13 +1,15 @@
 """Sparse tables: variables of which workers pull and push only the rows that a batch touches."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, final
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from mirror._src.base.errors import counted, expected, listing, nearest
+from mirror._src.base.errors import counted, expected, listing, nearest, require_int
+from mirror._src.base.modules import set_module
 from mirror._src.base.types import Array
 from mirror._src.ps.placement import Leaf, Placement
 
@@ -115,6 +117,76 @@ def put(values: Array, ids: Array, rows: Array) -> Array:
 take_jit = jax.jit(take)
 
 
+class KeptRows(NamedTuple):
+    """Snapshots of the tables of a model.
+
+    Attributes:
+        owner: What trains the model.
+        where: For each table, the servers that hold its rows.
+        references: For each server, a reference to its snapshot.
+    """
+
+    owner: object
+    where: Any
+    references: list[Any]
+
+
+class ServerRows(jax.ShapeDtypeStruct):
+    """Value of a `ServerTable`, which copies of the variable share.
+
+    Attributes:
+        first_rows: Returns its first rows.
+        kept: Its last snapshot, once it has been trained: a list, because JAX's class is immutable.
+    """
+
+    first_rows: Callable[[int, int], Any]
+    kept: list[KeptRows]
+
+
+@set_module("mirror.ps")
+class ServerTable(nnx.Variable[Any]):
+    """A variable of a model whose rows are on the parameter servers only.
+
+    So it can be larger than the memory of the main program, which knows only shape and dtype.
+    Workers see it as an `nnx.Param`. Name it in the argument `sparse` of
+    `mirror.ps.ParameterServerStrategy`, whose `read_rows` returns rows after training. Snapshots of
+    it stay on the machines of the servers. The main program cannot evaluate such a model, and
+    checkpoints cannot contain it.
+
+    Args:
+        shape: Its shape, rows first.
+        first_rows: Function of the numbers `start` and `stop` that returns the first values of
+            these rows. Each server calls it once, for its rows.
+        dtype: Its dtype.
+
+    Raises:
+        ValueError: If `shape` has no rows.
+        TypeError: If `shape` is not a tuple of integers, or `first_rows` is not callable.
+
+    >>> mirror.ps.ServerTable((1000, 4), lambda start, stop: np.zeros((stop - start, 4))).shape
+    (1000, 4)
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        first_rows: Callable[[int, int], Any],
+        dtype: Any = np.float32,
+    ) -> None:
+        if not isinstance(shape, Sequence) or not shape:
+            raise TypeError(
+                expected("shape", shape, "a tuple of integers", "For example (1000, 4).")
+            )
+        for size in shape:
+            require_int("shape", size, fix="For example (1000, 4).")
+        if not callable(first_rows):
+            fix = "For example lambda start, stop: np.zeros((stop - start, 4))."
+            raise TypeError(expected("first_rows", first_rows, "callable", fix))
+        rows = ServerRows(tuple(shape), np.dtype(dtype))
+        rows.first_rows, rows.kept = first_rows, []
+        super().__init__(rows)
+
+
 _EXAMPLE = "For example sparse={'embed.embedding': lambda batch: batch['ids']}."
 _MOST_ROWS = int(np.iinfo(np.int32).max)
 
@@ -140,12 +212,19 @@ class SparseTables:
             if not callable(function):
                 raise TypeError(expected(f"sparse[{name!r}]", function, "callable", _EXAMPLE))
 
-    def require_in(self, leaves: Iterable[Leaf]) -> None:
-        """Checks that a model has the tables.
+    def require_in(self, leaves: Iterable[Leaf], on_servers: Collection[str] = ()) -> None:
+        """Checks that a model has the tables, and those that are on servers only are among them.
 
         Raises:
-            ValueError: If a name does not belong to a trained variable with rows.
+            ValueError: If a name does not belong to a trained variable with rows, or a table is
+                not named.
         """
+        for name in on_servers:
+            if name not in self.functions:
+                raise ValueError(
+                    f"{name!r} is a mirror.ps.ServerTable, which `sparse` must name. For example "
+                    f"sparse={{{name!r}: lambda batch: batch['ids']}}."
+                )
         by_name = {leaf.name: leaf for leaf in leaves}
         trained = [name for name, leaf in by_name.items() if leaf.kind == "trained"]
         for name in self.functions:

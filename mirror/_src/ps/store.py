@@ -4,7 +4,7 @@ import bisect
 import collections
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,17 @@ from mirror._src.ps.messages import (
     Rejected,
     ServerSnapshot,
 )
-from mirror._src.ps.objects import as_jax, as_numpy, flatten, init_structs, nest, row_owner
+from mirror._src.ps.objects import (
+    as_jax,
+    as_numpy,
+    by_path,
+    flatten,
+    init_structs,
+    nest,
+    owner,
+    path_text,
+    row_owner,
+)
 from mirror._src.ps.placement import Slice
 from mirror._src.ps.sparse import local_ids, padded, put, summed, take, take_jit
 
@@ -34,37 +44,36 @@ class Numbers:
         ranges: Ranges `start, stop` that ascend and do not touch.
     """
 
-    def __init__(self, ranges: Sequence[tuple[int, int]] = ()) -> None:
-        self._starts = [start for start, _ in ranges]
-        self._stops = [stop for _, stop in ranges]
+    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
+        self._ranges = [*ranges]
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The ranges `start, stop`, ascending."""
+        return tuple(self._ranges)
+
+    def _position(self, number: int) -> int:
+        """Returns the number of ranges that start at the number or before."""
+        return bisect.bisect_right(self._ranges, number, key=lambda each: each[0])
 
     def __contains__(self, number: int) -> bool:
-        position = bisect.bisect_right(self._starts, number) - 1
-        return position >= 0 and number < self._stops[position]
+        position = self._position(number)
+        return position > 0 and number < self._ranges[position - 1][1]
 
     def add(self, number: int) -> bool:
         """Adds a number; returns whether it is new."""
         if number in self:
             return False
-        position = bisect.bisect_right(self._starts, number)
-        joins_before = position > 0 and self._stops[position - 1] == number
-        joins_after = position < len(self._starts) and self._starts[position] == number + 1
-        if joins_before and joins_after:
-            self._stops[position - 1] = self._stops.pop(position)
-            del self._starts[position]
-        elif joins_before:
-            self._stops[position - 1] = number + 1
-        elif joins_after:
-            self._starts[position] = number
-        else:
-            self._starts.insert(position, number)
-            self._stops.insert(position, number + 1)
+        start, stop, first = number, number + 1, self._position(number)
+        last = first
+        if first > 0 and self._ranges[first - 1][1] == start:
+            first -= 1
+            start = self._ranges[first][0]
+        if last < len(self._ranges) and self._ranges[last][0] == stop:
+            stop = self._ranges[last][1]
+            last += 1
+        self._ranges[first:last] = [(start, stop)]
         return True
-
-    @property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """The ranges `start, stop`, ascending."""
-        return tuple(zip(self._starts, self._stops, strict=True))
 
 
 Update = Callable[..., tuple[tuple[Array, ...], dict[str, Array], PyTree]]
@@ -144,34 +153,44 @@ class Store:
         self._rejected: collections.Counter[str] = collections.Counter()
         self._staleness: collections.Counter[int] = collections.Counter()
 
-    def load(self, definition: Definition, snapshot: ServerSnapshot, incarnation: int) -> None:
+    def load(
+        self,
+        definition: Definition,
+        snapshot: ServerSnapshot,
+        incarnation: int,
+        held: ServerSnapshot | None = None,
+    ) -> None:
         """Replaces everything by a snapshot.
 
         Args:
             definition: What this server holds.
             snapshot: Its contents, which are copied.
             incarnation: How often the servers have returned to a snapshot.
+            held: The one of `held_tables`; None: they get their first rows.
 
         Raises:
             ValueError: If values or state of the snapshot do not have the definition's shapes.
         """
         tables = {part.leaf: part for part in definition.slices if part.leaf in definition.tables}
         dense = [part for part in definition.slices if part.leaf not in definition.tables]
+        values = {**snapshot.values, **({} if held is None else held.values)}
         for part in definition.slices:
-            _require_values(part.leaf, snapshot.values.get(part.leaf), part)
+            if held is None and part.leaf in definition.first_rows:
+                rows = definition.first_rows[part.leaf](part.start, part.stop)
+                values[part.leaf] = np.asarray(rows, np.dtype(part.dtype))
+            _require_values(part.leaf, values.get(part.leaf), part)
         trained = BufferLayout(part for part in dense if part.kind == "trained")
         moving = BufferLayout(part for part in dense if part.kind == "moving")
         with jax.default_device("cpu"):
             is_new = self._definition is None or self._definition is not definition
             if is_new:
                 self._update = _update_of(definition, trained, tables)
-            self._state = _initial_state(definition, snapshot)
-            self._values = tuple(
-                jax.numpy.array(buffer) for buffer in trained.pack_np(snapshot.values)
-            )
-            self._tables = {name: jax.numpy.array(snapshot.values[name]) for name in tables}
+            state = None if held is None else held.state
+            self._state = _initial_state(definition, values, snapshot.state, state)
+            self._values = tuple(jax.numpy.array(buffer) for buffer in trained.pack_np(values))
+            self._tables = {name: jax.numpy.array(values[name]) for name in tables}
         self._moving = moving.pack_np(
-            {part.leaf: np.array(snapshot.values[part.leaf]) for part in moving.slices}
+            {part.leaf: np.array(values[part.leaf]) for part in moving.slices}
         )
         self._definition, self._incarnation = definition, incarnation
         self._trained_layout, self._moving_layout, self._table_slices = trained, moving, tables
@@ -258,17 +277,34 @@ class Store:
         return self._version
 
     def snapshot(self) -> ServerSnapshot | Rejected:
-        """Returns a copy of all that `load` needs."""
-        if self._definition is None:
-            return self._reject("not loaded")
-        with jax.default_device("cpu"):
-            values = {
-                **self._trained_layout.unpack_np([np.array(each) for each in self._values]),
-                **self._moving_layout.unpack_np([np.array(each) for each in self._moving]),
-                **{name: np.array(table) for name, table in self._tables.items()},
-            }
-            state = jax.tree.map(lambda leaf: np.array(as_numpy(leaf)), self._state)
-        return ServerSnapshot(values, state, self._version, self._applied.ranges)
+        """Returns a copy of all that `load` needs, except `held_tables`."""
+        return self._reject("not loaded") if self._definition is None else self._copy(False)
+
+    def held_tables(self) -> ServerSnapshot | None:
+        """Returns a copy of the tables that the main program does not hold; None without any."""
+        has_any = self._definition is not None and self._definition.first_rows
+        return self._copy(True) if has_any else None
+
+    def _copy(self, is_held: bool) -> ServerSnapshot:
+        """Returns a copy of the tables that the main program does not hold, or of all else."""
+        assert self._definition is not None
+        held = self._definition.first_rows
+        values = {
+            **self._trained_layout.unpack_np([*map(np.asarray, self._values)]),
+            **self._moving_layout.unpack_np(self._moving),
+            **self._tables,
+        }
+        leaves = jax.tree_util.tree_leaves_with_path(self._state)
+        state = [each for each in leaves if (owner(each[0], held) is not None) == is_held]
+        return ServerSnapshot(
+            {name: np.array(value) for name, value in values.items() if (name in held) == is_held},
+            {path_text(path): np.array(as_numpy(leaf)) for path, leaf in state},
+            *(self._version, self._applied.ranges),
+        )
+
+    def rows(self, table: str, ids: np.ndarray) -> np.ndarray | Rejected:
+        """Returns rows of a table."""
+        return self._reject("not loaded") if self._definition is None else self._rows(table, ids)
 
     def statistics(self) -> dict[str, Any]:
         """Returns counts since the process started.
@@ -396,28 +432,33 @@ def _update_of(
     return update_function(definition.tx, layout, tables)
 
 
-def _initial_state(definition: Definition, snapshot: ServerSnapshot) -> PyTree:
-    """Returns the optimizer's state of a snapshot, or an initialized one, as arrays of JAX."""
+def _initial_state(
+    definition: Definition, values: Mapping[str, np.ndarray], state: Any, held: Any
+) -> PyTree:
+    """Returns the optimizer's state of a snapshot as arrays of JAX; initializes what it lacks."""
     trained = {part.leaf: part for part in definition.slices if part.kind == "trained"}
     if not trained or definition.tx is None:
         return None
-    if snapshot.state is None:
-        values = {name: jax.numpy.array(snapshot.values[name]) for name in trained}
-        # Copies, because a state may be the values, or one array twice, and it is donated.
-        return jax.tree.map(lambda x: x.copy(), definition.tx.init(nest(values)))
     structs, treedef = init_structs(definition.tx, trained)
-    if jax.tree.structure(snapshot.state) != treedef:
+    found = {**(state or {}), **(held or {})}
+    lacking = [path for path, _ in structs if path_text(path) not in found]
+    required = [path for path in lacking if owner(path, definition.first_rows) is None]
+    if state is not None and required:
         raise ValueError(
-            f"The optimizer's state must have the structure {treedef}, got "
-            f"{jax.tree.structure(snapshot.state)}."
+            "The snapshot lacks the optimizer's state"
+            f"{jax.tree_util.keystr(required[0])}. Was it saved with another optimizer?"
         )
+    if lacking:
+        # Copies, because a state may be the values, or one array twice, and it is donated.
+        arrays = {name: jax.numpy.array(values[name]) for name in trained}
+        found = {**by_path(definition.tx.init(nest(arrays))), **found}
     leaves = []
-    for (path, struct), leaf in zip(structs, jax.tree.leaves(snapshot.state), strict=True):
-        restored = as_jax(leaf, struct)
+    for path, struct in structs:
+        restored = as_jax(found[path_text(path)], struct)
         if restored.shape != struct.shape:
-            name = jax.tree_util.keystr(path)
             raise ValueError(
-                f"The optimizer's state{name} must be {describe(struct)}, got {describe(leaf)}."
+                f"The optimizer's state{jax.tree_util.keystr(path)} must be {describe(struct)}, "
+                f"got {describe(restored)}."
             )
         leaves.append(restored)
     return treedef.unflatten(leaves)

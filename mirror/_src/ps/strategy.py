@@ -24,10 +24,10 @@ from mirror._src.ps.engine import RayEngine
 from mirror._src.ps.messages import Lost
 from mirror._src.ps.objects import TrainingObjects
 from mirror._src.ps.placement import MinSizePartitioner, PartitionerLike, Placement
-from mirror._src.ps.ray_cluster import Connection, Demand
+from mirror._src.ps.ray_cluster import Connection
 from mirror._src.ps.server import cluster_of
 from mirror._src.ps.sparse import SparseTables
-from mirror._src.ps.training import ServedSteps, ServedTraining
+from mirror._src.ps.training import ServedSteps, ServedTraining, has_tables
 from mirror._src.ps.variables import ServerVariable
 from mirror._src.strategy.mirrored import OneDeviceStrategy
 from mirror._src.strategy.scope import Scope
@@ -149,18 +149,18 @@ class ParameterServerStrategy(RemoteStrategy):
         self._connection = ray_cluster.Connection(spec)
         self._coordinator: Any = None
         try:
-            self._open(
-                ray_cluster.demands("ps", ps, ps_options or {}, spec),
-                ray_cluster.demands(
-                    "worker",
-                    workers or ray_cluster.num_nodes(),
-                    worker_options or {},
-                    spec,
-                ),
-                staleness,
-                devices_per_worker,
-                snapshot_every,
+            servers = ray_cluster.demands("ps", ps, ps_options or {}, spec)
+            count = workers or ray_cluster.num_nodes()
+            demands = ray_cluster.demands("worker", count, worker_options or {}, spec)
+            ray_cluster.require_resources([*servers, *demands])
+            self._is_closed = False
+            self._at_exit = weakref.WeakMethod(self.close)
+            atexit.register(_close, self._at_exit)
+            self._engine = RayEngine(servers, demands, devices_per_worker)
+            self._conductor = Conductor(
+                self._engine, staleness=staleness, snapshot_every=snapshot_every
             )
+            self._conductor.start()
         except BaseException:
             self.close()
             raise
@@ -175,24 +175,6 @@ class ParameterServerStrategy(RemoteStrategy):
             tables=self._tables,
         )
 
-    def _open(
-        self,
-        servers: list[Demand],
-        workers: list[Demand],
-        staleness: int | None,
-        devices_per_worker: int | None,
-        snapshot_every: int,
-    ) -> None:
-        ray_cluster.require_resources([*servers, *workers])
-        self._is_closed = False
-        self._at_exit = weakref.WeakMethod(self.close)
-        atexit.register(_close, self._at_exit)
-        self._engine = RayEngine(servers, workers, devices_per_worker)
-        self._conductor = Conductor(
-            self._engine, staleness=staleness, snapshot_every=snapshot_every
-        )
-        self._conductor.start()
-
     @property
     def local(self) -> Strategy:
         """The strategy of the main program: one replica, which evaluates and predicts."""
@@ -205,8 +187,9 @@ class ParameterServerStrategy(RemoteStrategy):
 
     def step_runner(self, training: Training) -> StepRunner:
         """See `RemoteStrategy.step_runner`."""
-        if self._tables.functions:
-            self._tables.require_in(TrainingObjects(**training.objects).leaves)
+        if self._tables.functions or has_tables(training.objects["model"]):
+            objects = TrainingObjects(**training.objects)
+            self._tables.require_in(objects.leaves, objects.tables)
         return ServedSteps(self, self._training, training)
 
     @property
@@ -261,6 +244,24 @@ class ParameterServerStrategy(RemoteStrategy):
         variables = self._engine.variables
         variables.apply(name, "create", np.asarray(jnp.asarray(value)))
         return ServerVariable(name, variables)
+
+    @api_boundary
+    def read_rows(self, table: str, ids: Any) -> np.ndarray:
+        """Returns rows of a variable named in `sparse`, after all scheduled steps have ended.
+
+        Args:
+            table: Its name, such as `"embed.embedding"`.
+            ids: Numbers of rows, in any shape.
+
+        Returns:
+            The rows, in the shape of `ids` and then of a row.
+
+        Raises:
+            ValueError: If there is no such table on the servers, or an id is out of range.
+            TypeError: If the ids are not integers.
+            Exception: What a scheduled function raised.
+        """
+        return self._training.read_rows(table, ids)
 
     @api_boundary
     def report(self) -> "ParameterServerReport":

@@ -38,7 +38,7 @@ from mirror._src.ps.objects import (
 from mirror._src.ps.placement import PartitionerLike, Placement
 from mirror._src.ps.schedule import Task
 from mirror._src.ps.separable import place_separably
-from mirror._src.ps.sparse import SparseTables
+from mirror._src.ps.sparse import KeptRows, SparseTables, split_ids
 from mirror._src.ps.step_data import ArgumentOfStep, as_users, on_host, pickled
 from mirror._src.training.objective import Sums
 from mirror._src.training.runners import RemoteStrategy, Training, divisor_of, host_batch
@@ -189,19 +189,23 @@ class ServedTraining:
                     "scheduled. The values of the parameter servers replace the change. Call "
                     "coordinator.join() before changing them."
                 )
-            values = self.placement.join([snapshot.values for snapshot in snapshots])
+            version = snapshots[0][0].version
+            values = self.placement.join([snapshot.values for snapshot, _ in snapshots])
             state = join_optimizer_state(
                 objects.optimizer.tx,
                 objects.trained,
                 self.placement,
-                [snapshot.state for snapshot in snapshots],
+                [snapshot.state or {} for snapshot, _ in snapshots],
             )
-            objects.write(values, state, snapshots[0].version)
+            objects.write(values, state, version)
         except Exception:
             self._forget()  # the strategy remains usable
             raise
-        self._first, self._num_steps = snapshots[0].version, 0
+        self._first, self._num_steps = version, 0
         self._known = objects.arrays()
+        kept = KeptRows(self, self._where(objects, self.placement), [held for _, held in snapshots])
+        for rows in objects.tables.values():
+            rows.kept[:] = [kept]
 
     @property
     def is_collected(self) -> bool:
@@ -219,16 +223,24 @@ class ServedTraining:
 
     def _load(self, objects: TrainingObjects) -> None:
         tx = objects.optimizer.tx
-        self._tables.require_in(objects.leaves)
+        self._tables.require_in(objects.leaves, objects.tables)
         placement = place_separably(
             *(tx, objects.leaves, self.engine.num_servers, self._partitioner),
             tables=self._tables.functions,
         )
         values = placement.split(objects.read())
         states = split_optimizer_state(tx, objects.trained, placement, objects.read_optimizer())
-        snapshots = [ServerSnapshot(own, state) for own, state in zip(values, states, strict=True)]
+        kept = self._kept_rows(objects, placement)
+        snapshots = [
+            (ServerSnapshot(own, state), held)
+            for own, state, held in zip(values, states, kept, strict=True)
+        ]
         definitions = [
-            self.engine.dumps(Definition(slices, tx, self.is_sync, placement.tables))
+            pickled(
+                self.engine.dumps,
+                Definition(slices, tx, self.is_sync, placement.tables, objects.first_rows),
+                "`first_rows` of a mirror.ps.ServerTable, or `tx`,",
+            )
             for slices in placement.servers
         ]
         self.conductor.load(definitions, snapshots, objects.step)
@@ -240,6 +252,53 @@ class ServedTraining:
             self._share = share
         self._export = self.engine.export(self._share)
         self._first, self._num_steps = objects.step, 0
+
+    def _kept_rows(self, objects: TrainingObjects, placement: Placement) -> list[Any]:
+        """Returns for each server the rows of tables that it has kept, or None for first rows.
+
+        Raises:
+            RuntimeError: If the rows would have to move between servers.
+        """
+        kept = [rows.kept for rows in objects.tables.values()]
+        if not any(kept):
+            return [None] * len(placement.servers)
+        where = self._where(objects, placement)
+        if any(not each or each[0][:2] != (self, where) or each != kept[0] for each in kept):
+            raise RuntimeError(
+                f"The rows of {', '.join(objects.tables)} are on other parameter servers since they"
+                " were trained with other variables or another strategy. Read them with"
+                " strategy.read_rows, and create a mirror.ps.ServerTable with these first rows."
+            )
+        return kept[0][0].references
+
+    def _where(self, objects: TrainingObjects, placement: Placement) -> Any:
+        return {name: placement.holders[name] for name in objects.tables}
+
+    def read_rows(self, table: str, ids: Any) -> np.ndarray:
+        """See `ParameterServerStrategy.read_rows`."""
+        self.join()
+        if self.placement is None or table not in self.placement.tables:
+            there = [] if self.placement is None else sorted(self.placement.tables)
+            raise ValueError(
+                f"{table!r} is not a table on the parameter servers, whose tables are {there}. "
+                "The tables of `sparse` are there after the first training step."
+            )
+        flat = np.asarray(ids).reshape(-1)
+        split = split_ids(self.placement, {table: flat})
+        while True:
+            servers = [server for server, _ in self.placement.holders[table]]
+            parts = [self.engine.ask_server(i, "rows", table, split[i][table]) for i in servers]
+            if all(isinstance(part, np.ndarray) for part in parts):
+                break
+            self.conductor.take_snapshot()  # recovers servers, or raises
+        unique = np.concatenate([split[server][table] for server in servers])
+        rows: np.ndarray = np.concatenate(parts)[np.searchsorted(unique, flat)]
+        return rows.reshape(*np.shape(ids), *rows.shape[1:])
+
+
+def has_tables(model: nnx.Module) -> bool:
+    """Whether a model has a `ServerTable`."""
+    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(nnx.state(model)))
 
 
 def _is_same(a: ModelShare, b: ModelShare) -> bool:
@@ -267,6 +326,8 @@ def _have_same_bits(a: Sequence[Any], b: Sequence[Any]) -> bool:
 def _has_same_bits(new: Any, old: Any) -> bool:
     if new is old:
         return True
+    if isinstance(old, jax.ShapeDtypeStruct) or isinstance(new, jax.ShapeDtypeStruct):
+        return False
     if old.is_deleted() or (new.shape, new.dtype) != (old.shape, old.dtype):
         return False
     return as_numpy(new).tobytes() == as_numpy(old).tobytes()
@@ -297,12 +358,14 @@ class ServedSteps:
         self._model, self._optimizer = training.objects["model"], training.objects["optimizer"]
         self.multiple = training.accumulate_steps * strategy.num_replicas_in_sync
         self.most_running = 2 * served.engine.num_workers + 2
+        self._has_tables = has_tables(self._model)
         self.may_fail_later, self.has_lost_values, self._runs = True, False, False
-        self._names: Sums | None = None  # the structure of what the step returns
+        self._treedef: Any = None  # of what the step returns
 
     def run(self, batch: PaddedBatch) -> Sums:
         """See `StepRunner.run`."""
-        self._training.trace_once(batch)
+        if not self._has_tables:
+            self._training.trace_once(batch)
         return self._schedule(*host_batch(batch))
 
     def _schedule(self, batch: PyTree, mask: Any) -> Sums:
@@ -321,13 +384,19 @@ class ServedSteps:
             join=add_sums,
         )
         self._runs, self.has_lost_values = True, False
-        result = _Pending(value, self._served)
-        if self._names is None:
-            self._names = result.sums
-        leaves: list[Any]
-        treedef: Any
-        leaves, treedef = jax.tree.flatten(self._names)
-        return treedef.unflatten([_Number(result, i) for i in range(len(leaves))])
+
+        @functools.cache
+        def sums() -> Any:
+            try:
+                return value.fetch()
+            except CancelledError:
+                self._served.join()  # raises the error because of which it was canceled
+                raise
+
+        if self._treedef is None:
+            self._treedef = jax.tree.structure(sums())
+        numbers = [_Number(sums, i) for i in range(self._treedef.num_leaves)]
+        return self._treedef.unflatten(numbers)
 
     def synchronize(self) -> None:
         """See `StepRunner.synchronize`."""
@@ -355,6 +424,11 @@ class ServedSteps:
 
     def verify(self, batch: PaddedBatch, rtol: float) -> VerifyReport:
         """See `StepRunner.verify`."""
+        if self._has_tables:
+            raise ValueError(
+                "verify trains the model in this program too, which has no rows of a "
+                "mirror.ps.ServerTable. Verify a smaller model, whose table is an nnx.Param."
+            )
         self.synchronize()
         self._training.trace_once(batch)
         batch, mask = host_batch(batch)
@@ -400,33 +474,11 @@ def _distance(a: Any, b: Any) -> float:
 
 
 @final
-class _Pending:
-    """The sums of a step that may still be running."""
-
-    def __init__(self, value: RemoteValue, served: ServedTraining) -> None:
-        self._value, self._served = value, served
-
-    @functools.cached_property
-    def sums(self) -> Sums:
-        """The sums.
-
-        Raises:
-            Exception: What this step, or one before it, raised.
-        """
-        try:
-            sums: Sums = self._value.fetch()
-        except CancelledError:
-            self._served.join()  # raises the error because of which it was canceled
-            raise
-        return sums
-
-
-@final
 class _Number:
     """One number of the sums of a step, which is fetched when NumPy needs it."""
 
-    def __init__(self, pending: _Pending, index: int) -> None:
-        self._pending, self._index = pending, index
+    def __init__(self, sums: Callable[[], Any], index: int) -> None:
+        self._sums, self._index = sums, index
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(jax.tree.leaves(self._pending.sums)[self._index], dtype)
+        return np.asarray(jax.tree.leaves(self._sums())[self._index], dtype)

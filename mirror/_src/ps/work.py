@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-from mirror._src.ps.handles import RunningFunction, set_running
+from mirror._src.ps.handles import RunningFunction, running
 from mirror._src.ps.messages import (
     Assignment,
     Export,
@@ -153,11 +153,11 @@ class Worker:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        set_running(RunningFunction(self._iterators, self.load))
+        running.append(RunningFunction(self._iterators, self.load))
         try:
             yield
         finally:
-            set_running(None)
+            running.pop()
 
     def _raised(self, error: BaseException) -> Raised:
         text = f"{type(error).__name__}: {error}"
