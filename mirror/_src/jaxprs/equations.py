@@ -116,11 +116,11 @@ class While:
     def __init__(self, eqn: JaxprEqn) -> None:
         self.test: ClosedJaxpr = eqn.params["cond_jaxpr"]
         self.body: ClosedJaxpr = eqn.params["body_jaxpr"]
-        self._num = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        self.counts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
 
     def split(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Splits values into constants of the test, constants of the body, and carry."""
-        start, end = self._num[0], sum(self._num)
+        start, end = self.counts[0], sum(self.counts)
         return list(values[:start]), list(values[start:end]), list(values[end:])
 
 

@@ -1,0 +1,234 @@
+"""`Relation`: how the values of the replicas relate to the value of one device."""
+
+import enum
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from mirror._src.jaxprs.user_lines import line_within
+
+_ROUNDING = 1e-5
+_MOST_POWERS = 3
+
+
+class Kind(enum.Enum):
+    """Facts about the replicas' values v and the value w of one device."""
+
+    ZERO = "zero"  # v and w are 0, of any shapes
+    SAME = "same"  # every v is scale * w
+    ROWS = "rows"  # the concatenation of all v along `axis` is scale * w
+    PART = "part"  # the sum of all v is scale * w
+    SPREAD = "spread"  # all rows along `axis` are one PART, and the sum is ROWS
+    MOST = "most"  # the largest v is scale * w, and scale > 0
+    LEAST = "least"  # the smallest v is scale * w, and scale > 0
+    INDEX = "index"  # as ROWS, if replica r adds r * scale to the `columns` of the last axis
+    NUMBER = "number"  # v is r * scale on replica r, and w is 0
+    OTHER = "other"  # not known to relate; see `cause`
+
+
+ALONG_AXIS = (Kind.ROWS, Kind.INDEX, Kind.SPREAD)
+
+
+class Why(enum.IntEnum):
+    """Reasons for a value that does not relate; of several, the largest counts."""
+
+    SAMPLES = 1  # random numbers that depend on the number of replicas
+    SCALE = 2  # values of different scales meet
+    PART = 3  # a function of this replica's part of the batch that is not linear
+    ROWS = 4  # a row of the batch meets other rows of the same replica
+    EXTREME = 5  # an extreme that is reduced in another way
+    UNKNOWN = 6  # not understood
+
+
+class Cause(NamedTuple):
+    """An operation after which values do not relate, or differ by a factor."""
+
+    why: Why
+    op: str
+    line: str
+
+
+class Relation(NamedTuple):
+    """Facts about a value; which fields count depends on the kind.
+
+    Attributes:
+        kind: What is known.
+        scale: A factor.
+        axis: The axis of the rows. Negative for one row, inside a loop over the rows.
+        columns: Columns of indices that count the rows of one replica.
+        cause: Where the factor, or the other relation, comes from.
+    """
+
+    kind: Kind
+    scale: Fraction = Fraction(1)
+    axis: int = 0
+    columns: frozenset[int] = frozenset()
+    cause: Cause | None = None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the replicas have the value of one device."""
+        return self.kind is Kind.ZERO or (self.kind is Kind.SAME and self.scale == 1)
+
+    def by(self, factor: Fraction, cause: Cause | None = None) -> "Relation":
+        """Returns the relation of a multiple; `cause` is blamed for a new factor."""
+        scale = self.scale * factor
+        if self.kind is not Kind.SAME:
+            return self._replace(scale=scale)
+        known = None if scale == 1 else self.cause or (cause if self.scale == 1 else None)
+        return self._replace(scale=scale, cause=known)
+
+
+ZERO = Relation(Kind.ZERO)
+SAME = Relation(Kind.SAME)
+
+
+def rows(axis: int, scale: Fraction = Fraction(1)) -> Relation:
+    """Returns the relation of an array whose rows lie along an axis."""
+    return Relation(Kind.ROWS, scale, axis)
+
+
+def part(scale: Fraction = Fraction(1)) -> Relation:
+    """Returns the relation of a part of a sum."""
+    return Relation(Kind.PART, scale)
+
+
+def other(why: Why, op: str, line: str) -> Relation:
+    """Returns the relation of a value that does not relate."""
+    return Relation(Kind.OTHER, cause=Cause(why, op, line))
+
+
+def worst(relations: Iterable[Relation]) -> Relation | None:
+    """Returns the first of the most serious relations that are `OTHER`, if any is."""
+    others = [x for x in relations if x.kind is Kind.OTHER]
+    return max(others, key=lambda x: x.cause.why if x.cause else 0) if others else None
+
+
+def common(relations: Sequence[Relation], num_replicas: int) -> Relation | None:
+    """Returns the relation that holds for all of several values, and for their sum, if any."""
+    values = [x for x in relations if x.kind is not Kind.ZERO]
+    if not values:
+        return ZERO
+    if any(x.kind is Kind.PART for x in values):
+        # What all replicas have is a part of n times its value.
+        values = [
+            part(num_replicas * x.scale) if x.kind is Kind.SAME else x._replace(cause=None)
+            for x in values
+        ]
+    first = values[0]
+    if any(x._replace(cause=first.cause) != first for x in values):
+        return None
+    return first
+
+
+class Pair(NamedTuple):
+    """An operation of the replica program, with the same operation of the program of one device.
+
+    Attributes:
+        eqn: The operation of the replicas.
+        whole: The operation of one device.
+        num_replicas: Number of replicas.
+        within: The operations around `eqn`.
+    """
+
+    eqn: JaxprEqn
+    whole: JaxprEqn
+    num_replicas: int
+    within: Sequence[JaxprEqn]
+
+    @property
+    def name(self) -> str:
+        """The name of the operation."""
+        return self.eqn.primitive.name
+
+    def cause(self, why: Why) -> Cause:
+        """Returns the operation as a cause."""
+        return Cause(why, self.name, line_within(self.eqn, self.within))
+
+    def other(self, why: Why) -> Relation:
+        """Returns the relation of a result that the operation makes unrelated."""
+        return Relation(Kind.OTHER, cause=self.cause(why))
+
+    def has_equal_params(self, *but: str) -> bool:
+        """Whether all parameters but these are equal."""
+        a, b = self.eqn.params, self.whole.params
+        return a.keys() == b.keys() and all(k in but or _are_equal(a[k], b[k]) for k in a)
+
+    def is_full(self, axis: int, sizes: str, operand: int = 0) -> bool:
+        """Whether a parameter with sizes takes a whole axis of an operand."""
+        return all(
+            eqn.params[sizes][axis] == _shape(eqn.invars[operand])[axis]
+            for eqn in (self.eqn, self.whole)
+        )
+
+    def scaled_axes(self) -> list[int]:
+        """Returns the axes along which the result of one device is longer."""
+        small, large = _shape(self.eqn.outvars[0]), _shape(self.whole.outvars[0])
+        return [i for i, (a, b) in enumerate(zip(small, large, strict=True)) if a != b]
+
+
+def is_within_shapes(relation: Relation, aval: Any, whole: Any, num_replicas: int) -> bool:
+    """Whether a relation fits the types of the replicas' value and of one device's."""
+    if relation.kind in (Kind.OTHER, Kind.ZERO):
+        return True
+    if not hasattr(aval, "shape") or aval.dtype != whole.dtype:
+        return False
+    expected = list(aval.shape)
+    if relation.kind in ALONG_AXIS and relation.axis >= 0:
+        if relation.axis >= len(expected):
+            return False
+        expected[relation.axis] *= num_replicas
+    return tuple(expected) == tuple(whole.shape)
+
+
+def of_constants(value: Any, whole: Any, num_replicas: int) -> Relation:
+    """Returns the relation of two constants at the same place of the programs."""
+    unknown = other(Why.UNKNOWN, "constant", "an unknown line")
+    if isinstance(value, jax.Ref):
+        return unknown
+    if value is whole:
+        return SAME if np.ndim(value) or value else ZERO
+    try:
+        a, b = np.asarray(value), np.asarray(whole)
+    except TypeError:  # PRNG keys
+        return unknown
+    if a.dtype != b.dtype or a.dtype == object:
+        return unknown
+    if a.shape == b.shape:
+        if a.tobytes() == b.tobytes():
+            return SAME if a.any() else ZERO
+        return unknown if a.ndim else _of_numbers(a, b, num_replicas) or unknown
+    axes = [i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=False)) if m != n]
+    if a.ndim != b.ndim or len(axes) != 1 or b.shape[axes[0]] != num_replicas * a.shape[axes[0]]:
+        return unknown
+    blocks = np.split(b, num_replicas, axes[0])
+    return rows(axes[0]) if all(np.array_equal(block, a) for block in blocks) else unknown
+
+
+def _of_numbers(a: np.ndarray, b: np.ndarray, num_replicas: int) -> Relation | None:
+    """Returns the relation of numbers whose ratio is a power of the number of replicas."""
+    if not jnp.issubdtype(a.dtype, jnp.number) or np.iscomplexobj(a) or not (a and b):
+        return None
+    ratio = float(a) / float(b)
+    for power in range(-_MOST_POWERS, _MOST_POWERS + 1):
+        factor = Fraction(num_replicas) ** power
+        exact = jnp.issubdtype(a.dtype, jnp.integer)
+        if abs(ratio / float(factor) - 1) <= (0 if exact else _ROUNDING):
+            return Relation(Kind.SAME, factor)
+    return None
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(atom.aval.shape)
+
+
+def _are_equal(a: Any, b: Any) -> bool:
+    try:
+        return a is b or bool(a == b)
+    except (TypeError, ValueError):
+        return False

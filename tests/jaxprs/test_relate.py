@@ -1,0 +1,204 @@
+"""What `relate` proves about the values of steps, and that none of it is false."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mirror._src.jaxprs.relate import relate
+from mirror._src.jaxprs.relations import SAME, Kind, Why, rows
+from mirror._src.jaxprs.trace import trace
+from tests.fuzz.equality import check
+from tests.support.tables import rows as table
+
+N, SIZE = 2, 4
+
+
+def psum(x):
+    return jax.lax.psum(x, "replica")
+
+
+def pmean(x):
+    return jax.lax.pmean(x, "replica")
+
+
+def cross_entropy(w, x, y):
+    return -jnp.take_along_axis(jax.nn.log_softmax(x @ w), y[:, None], 1)[:, 0]
+
+
+def picked(w, x, y):
+    return -jax.nn.log_softmax(x @ w)[jnp.arange(len(y)), y]
+
+
+def gradient(loss):
+    return lambda w, x, y: jax.grad(lambda w: loss(w, x, y))(w)
+
+
+def mean(w, x, y):
+    return cross_entropy(w, x, y).mean()
+
+
+def total(w, x, y):
+    return cross_entropy(w, x, y).sum()
+
+
+def clipped(grads):
+    return grads * jnp.minimum(1, 1 / jnp.linalg.norm(grads))
+
+
+def synced_norm(w, x, y):
+    h = x @ w
+    center = pmean(h.mean(0))
+    variance = pmean((h**2).mean(0)) - center**2
+    return (((h - center) / jnp.sqrt(variance + 1e-5)) ** 3).mean()
+
+
+def mask(y):
+    return (y > 0).astype(jnp.float32)
+
+
+def noise(key, x):
+    return jax.random.normal(key, x.shape)
+
+
+def of_examples(x):
+    positions = jnp.arange(len(x)) + jax.lax.axis_index("replica") * len(x)
+    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), positions)
+
+
+def own_key():
+    return jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("replica"))
+
+
+def image_loss(kernel, x):
+    image = x.reshape(-1, 3, 1, 1) * jnp.ones((1, 3, 3, 1))
+    numbers = ("NHWC", "HWIO", "NHWC")
+    out = jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+    return (
+        jax.lax.reduce_window(out, -jnp.inf, jax.lax.max, *[(1, 2, 2, 1)] * 2, "SAME") ** 2
+    ).mean()
+
+
+EQUAL = {
+    "mean of means": lambda w, x, y: pmean(gradient(mean)(w, x, y)),
+    "of picked elements": lambda w, x, y: pmean(gradient(lambda *a: picked(*a).mean())(w, x, y)),
+    "sum of sums": lambda w, x, y: psum(gradient(total)(w, x, y)),
+    "over all rows": lambda w, x, y: psum(gradient(total)(w, x, y)) / psum(len(x)),
+    "clipped after": lambda w, x, y: clipped(pmean(gradient(mean)(w, x, y))),
+    "counted": lambda w, x, y: psum((cross_entropy(w, x, y) * mask(y)).sum()) / psum(mask(y).sum()),
+    "statistics of all": lambda w, x, y: pmean(gradient(synced_norm)(w, x, y)),
+    "decay in a mean": lambda w, x, y: pmean(
+        gradient(lambda w, x, y: mean(w, x, y) + (w**2).sum())(w, x, y)
+    ),
+    "embedding": lambda w, x, y: pmean(gradient(lambda w, x, y: (w[y] ** 2).mean())(w, x, y)),
+    "loop": lambda w, x, y: pmean(
+        jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=3)[0].mean()
+    ),
+    "loop over rows": lambda w, x, y: pmean(jax.lax.map(lambda r: jnp.sin(r @ w).sum(), x).mean()),
+    "accuracy": lambda w, x, y: pmean((jnp.argmax(x @ w, -1) == y).mean()),
+    "largest": lambda w, x, y: jax.lax.pmax(x.max(), "replica"),
+    "gathered": lambda w, x, y: (lambda g: jax.nn.log_softmax(g @ g.T).mean())(
+        jax.lax.all_gather(x, "replica", tiled=True)
+    ),
+    "image": lambda w, x, y: pmean(jax.grad(image_loss)(jnp.ones((2, 2, 1, 4)), x)),
+    "noise of examples": lambda w, x, y: psum(
+        (x * jax.vmap(lambda k: jax.random.normal(k, (3,)))(of_examples(x))).sum()
+    ),
+    "shared noise": lambda w, x, y: w + noise(jax.random.key(0), w),
+    "rematerialized": lambda w, x, y: pmean(gradient(jax.checkpoint(mean))(w, x, y)),
+}
+OTHERS = {
+    "sum of means": (lambda w, x, y: psum(gradient(mean)(w, x, y)), Why.SCALE),
+    "divided twice": (lambda w, x, y: pmean(gradient(mean)(w, x, y) / 2 / len(x)), None),
+    "by its own rows": (lambda w, x, y: psum(gradient(total)(w, x, y)) / len(x), Why.SCALE),
+    "sum of mirrored": (lambda w, x, y: psum(w), Why.SCALE),
+    "clipped before": (lambda w, x, y: pmean(clipped(gradient(mean)(w, x, y))), Why.PART),
+    "counted by itself": (
+        lambda w, x, y: pmean((cross_entropy(w, x, y) * mask(y)).sum() / mask(y).sum()),
+        Why.PART,
+    ),
+    "own statistics": (lambda w, x, y: pmean(((x - x.mean(0)) ** 4).mean()), Why.PART),
+    "decay in a sum": (
+        lambda w, x, y: psum(gradient(lambda w, x, y: total(w, x, y) + (w**2).sum())(w, x, y)),
+        Why.SCALE,
+    ),
+    "first row": (lambda w, x, y: psum(x[0]), Why.ROWS),
+    "similarities": (lambda w, x, y: pmean(jax.nn.log_softmax(x @ x.T).mean()), Why.ROWS),
+    "running sum": (lambda w, x, y: psum(jnp.cumsum(x, 0).sum()), Why.ROWS),
+    "one key": (lambda w, x, y: psum((x * noise(jax.random.key(0), x)).sum()), Why.SAMPLES),
+    "key of the replica": (lambda w, x, y: psum((x * noise(own_key(), x)).sum()), Why.SAMPLES),
+    "mean of maxima": (lambda w, x, y: pmean(x.max()), Why.EXTREME),
+    "branch on a part": (
+        lambda w, x, y: psum(jax.lax.cond(x.sum() > 0, lambda: x.sum(), lambda: 0.0)),
+        Why.PART,
+    ),
+    "rounded": (lambda w, x, y: psum(jnp.floor(x.sum())), Why.PART),
+    "sorted rows": (lambda w, x, y: psum(jnp.sort(x, 0)[0]), Why.UNKNOWN),
+    "softmax of rows": (lambda w, x, y: psum(jax.nn.softmax(x, 0).sum()), Why.UNKNOWN),
+    "mixed axes": (lambda w, x, y: psum(x.reshape(3, -1).max(1)), Why.UNKNOWN),
+    "rounds for the rows": (
+        lambda w, x, y: jax.lax.fori_loop(0, len(x), lambda _, c: c * 0.5, w),
+        Why.UNKNOWN,
+    ),
+    "decay for the rows": (
+        lambda w, x, y: jax.lax.scan(lambda c, _: (c * 0.5, None), w, x)[0],
+        Why.UNKNOWN,
+    ),
+    "another program": (
+        lambda w, x, y: psum(jnp.tanh(x).sum() if len(x) > SIZE else x.sum()),
+        Why.UNKNOWN,
+    ),
+    "another operand": (lambda w, x, y: w if len(x) > SIZE else w.T, Why.UNKNOWN),
+    "another constant": (lambda w, x, y: w * (len(x) + 1), Why.UNKNOWN),
+    "narrow sum": (
+        lambda w, x, y: psum(x.astype(jnp.int8).sum(dtype=jnp.int8).astype(jnp.int32)),
+        Why.UNKNOWN,
+    ),
+    "callback": (
+        lambda w, x, y: jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct((3, 3), w.dtype), w),
+        Why.UNKNOWN,
+    ),
+}
+
+
+def relation_of(step):
+    def types(size):
+        shapes = ((3, 3), "float32"), ((size, 3), "float32"), ((size,), "int32")
+        return [jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for shape, dtype in shapes]
+
+    programs = [
+        trace(lambda *a: [step(*a)], types(size * SIZE), n, "replica")
+        for size, n in ((1, N), (N, 1))
+    ]
+    (found,) = relate(*programs, [SAME, rows(0), rows(0)], N)
+    return found
+
+
+@table("name", list(EQUAL))
+def test_steps_that_equal_one_device_are_proved(name):
+    assert relation_of(EQUAL[name]).is_equal
+
+
+@table("name", list(OTHERS))
+def test_steps_that_may_differ_are_not(name):
+    step, why = OTHERS[name]
+    found = relation_of(step)
+    assert not found.is_equal
+    assert (found.cause.why if found.cause else None) is why or why is None
+    if found.kind is Kind.OTHER and why is not Why.UNKNOWN:
+        assert "test_relate.py" in found.cause.line
+
+
+def test_what_is_proved_of_random_steps_is_true():
+    check(2, Counter())
+
+
+@pytest.mark.nightly
+@table("first", range(0, 200, 20))
+def test_what_is_proved_of_many_random_steps_is_true(first):
+    tally = Counter()
+    for seed in range(first, first + 20):
+        check(seed, tally)
+    print(dict(tally))
