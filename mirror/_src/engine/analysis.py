@@ -120,7 +120,7 @@ def analyze(
         _complete(notes, traced)
     changed = [i for i, outcome in enumerate(outcomes) if outcome is not LeafOutcome.UNCHANGED]
     plan = Plan(changed, averaged, list(merges), [mark.per_replica for mark in results])
-    finish = None if problems else _average_and_merge(traced, plan)
+    finish = None if problems else average_and_merge(traced, plan)
     programs = [jaxpr] if finish is None else [jaxpr, finish]
     state = _state(call, traced, plan, donated) if can_shard and finish is not None else None
     final = rewritten(programs, Settings(n, pack_bytes, step.per_replica, state, step.axis_name))
@@ -146,7 +146,8 @@ def _complete(notes: Notes, traced: TracedStep) -> None:
     notes.lost_updates = [update for update in lost if not step.per_replica[update.input]]
 
 
-def _average_and_merge(traced: TracedStep, plan: Plan) -> ClosedJaxpr:
+def average_and_merge(traced: TracedStep, plan: Plan) -> ClosedJaxpr:
+    """Returns the program after the proved one; see `Analysis.finish`."""
     step = traced.function
     all_reduce = step.group.cross_device_ops.all_reduce
     num_inputs, num_results = len(step.avals), len(step.out_names)

@@ -376,6 +376,10 @@ class Runner:
 
         return self._with_variables(fn, attempt)
 
+    def traced_as(self, call: Call, types: Types) -> TracedStep:
+        """Returns the trace of a call for other types of its inputs, for a report."""
+        return self._with_variables(call.fn, self._trace, call, types)
+
     def analyzed(
         self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Call, Analysis]:

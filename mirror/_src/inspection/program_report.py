@@ -1,8 +1,9 @@
 """`strategy.inspect`: reports which values of a step are mirrored, and its collectives."""
 
+import functools
 import html
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from flax import nnx
@@ -16,6 +17,7 @@ from mirror._src.engine.call import Call
 from mirror._src.engine.plan import LeafOutcome
 from mirror._src.engine.runner import Runner
 from mirror._src.inspection.collective_table import CollectiveRow, collectives_of
+from mirror._src.inspection.equality import EqualityReport, compare
 from mirror._src.jaxprs.equations import equations
 from mirror._src.jaxprs.marks import Mark
 from mirror._src.passes.program import Program
@@ -67,6 +69,15 @@ class ProgramReport:
     collectives: tuple[CollectiveRow, ...]
     problems: tuple[str, ...] = ()
     sharding: tuple[ValueRow, ...] = ()
+    _compare: Callable[[], EqualityReport] = field(kw_only=True, repr=False, compare=False)
+
+    @functools.cached_property
+    def equals_one_device(self) -> EqualityReport:
+        """Whether the step computes what one device computes on the whole batch.
+
+        It is not computed before it is read. The step is then traced again, with the whole batch.
+        """
+        return self._compare()
 
     @property
     def in_step(self) -> bool:
@@ -123,9 +134,21 @@ class ProgramReport:
 
 
 def describe_program(
-    runner: Runner, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]
+    runner: Runner,
+    single: Callable[[], Runner],
+    fn: StepFunction,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
 ) -> ProgramReport:
-    """Implements `Strategy.inspect`."""
+    """Implements `Strategy.inspect`.
+
+    Args:
+        runner: Runner of the replicas.
+        single: Returns a runner of one device.
+        fn: The step.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+    """
     call, analysis = runner.analyzed(fn, args, kwargs)
     traced, final = analysis.traced, analysis.final
     step, avals, finish = traced.function, traced.avals, analysis.finish
@@ -140,6 +163,7 @@ def describe_program(
         tuple(collectives_of(final, runner.pack_bytes, after_step)),
         tuple(analysis.problems),
         tuple(_list_sharding(call, step.avals, final, len(runner.replicas))),
+        _compare=functools.partial(compare, call, analysis, single),
     )
 
 

@@ -46,7 +46,7 @@ def explain(
     saved = copy_of(captured)
     try:
         trial = Trial(many, fn, args, kwargs)
-        program = describe_program(many, fn, *trial.arguments(first))
+        program = describe_program(many, lambda: runners.single, fn, *trial.arguments(first))
         memory = memory_report(many.examined(fn, *trial.arguments(first)), many.replicas)
         trial.warm_up(first)
         empty = empty_trial(runners.scratch, trial, first)

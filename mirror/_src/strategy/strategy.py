@@ -674,7 +674,7 @@ class Strategy(abc.ABC):
         require_cross_replica(self, "inspect", "Call it outside the step.")
         kwargs = {} if kwargs is None else kwargs
         require_call(fn, args, kwargs, "inspect")
-        return describe_program(self._runner, fn, args, kwargs)
+        return describe_program(self._runner, self._single_runner, fn, args, kwargs)
 
     @final
     @api_boundary

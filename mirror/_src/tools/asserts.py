@@ -18,6 +18,7 @@ from mirror._src.base.types import PyTree, StepFunction
 from mirror._src.engine.per_replica import is_per_replica
 from mirror._src.engine.plan import divergence_message
 from mirror._src.engine.scopes import has_strategy
+from mirror._src.inspection.equality import EqualityReport
 from mirror._src.inspection.verify import VerifyReport
 from mirror._src.jaxprs.ensure import ensure_mirrored
 from mirror._src.strategy.mirrored import get_strategy
@@ -96,6 +97,35 @@ def assert_trains_like_one_device(
             "argument. Pass the model and the optimizer as arguments, or take and return the state "
             "first: step(state, batch) -> (state, loss)."
         )
+    return report
+
+
+def assert_equals_one_device(
+    step: StepFunction, args: Sequence[Any], strategy: Strategy
+) -> EqualityReport:
+    """Asserts that a step is proved to compute what one device computes on the whole batch.
+
+    The step is traced, with the batches of the replicas and with the whole batch, and does not run.
+    A step that cannot be proved fails too: compare its numbers with `Strategy.verify`, or with
+    `assert_trains_like_one_device`.
+
+    Args:
+        step: One replica's step, as for `Strategy.run`.
+        args: Its arguments.
+        strategy: The strategy to test.
+
+    Returns:
+        The report of `Strategy.inspect(step, args).equals_one_device`.
+
+    Raises:
+        AssertionError: If the verdict is not `"equal"`. The message names the operation and its
+            line, and what to change.
+        TypeError: If `strategy` is not a `Strategy`.
+    """
+    __tracebackhide__ = True
+    report = _require_strategy(strategy).inspect(step, args).equals_one_device
+    if report.verdict != "equal":
+        raise AssertionError(str(report))
     return report
 
 

@@ -1,0 +1,278 @@
+"""`equals_one_device`: proves that a step computes what one device computes on the whole batch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mirror._src.base.errors import counted, describe, first_line, listing
+from mirror._src.base.modules import set_module
+from mirror._src.base.tables import Table
+from mirror._src.base.terminal import wrap
+from mirror._src.engine.analysis import Analysis, average_and_merge
+from mirror._src.engine.call import Call
+from mirror._src.engine.plan import Plan
+from mirror._src.engine.runner import Runner
+from mirror._src.jaxprs.additive import Dependence
+from mirror._src.jaxprs.relate import relate
+from mirror._src.jaxprs.relations import SAME, ZERO, Cause, Kind, Relation, Why, other, rows
+
+_UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class EqualityRow:
+    """Result or changed variable of a step, compared with one device.
+
+    Attributes:
+        name: The user's name: `result['loss']`, `model.first.kernel`.
+        value: Dtype and shape on one replica.
+        verdict: `"equal"`, `"different"`, `"unknown"`, or `"per-replica"` for a value of which one
+            device has no counterpart.
+        why: The operation that decides, and what to change. Empty if the verdict is `"equal"`.
+    """
+
+    name: str
+    value: str
+    verdict: str
+    why: str = ""
+
+
+@set_module("mirror")
+@dataclass(frozen=True)
+class EqualityReport:
+    """Whether a step computes what one device computes on the whole batch; print it.
+
+    The values are compared without running the step, up to rounding and overflow.
+
+    Attributes:
+        step: Name of the step.
+        num_replicas: Number of replicas of the strategy.
+        rows: Results first, then changed variables.
+
+    >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+    >>> batch = mirror.PerReplica([[1.0, 2.0], [3.0, 4.0]])
+    >>> def step(batch):
+    ...     return mirror.all_reduce("mean", batch.mean())
+    >>> strategy.inspect(step, (batch,)).equals_one_device.verdict
+    'equal'
+    """
+
+    step: str
+    num_replicas: int
+    rows: tuple[EqualityRow, ...]
+
+    @property
+    def verdict(self) -> str:
+        """`"equal"`, `"different"` if any value is, or `"unknown"`."""
+        found = {row.verdict for row in self.rows}
+        return next((each for each in ("different", _UNKNOWN) if each in found), "equal")
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Reasons for the verdict, each once: an operation, its line, and what to change."""
+        why = (row.why for row in self.rows if row.verdict == self.verdict != "equal")
+        return tuple(dict.fromkeys(why))
+
+    @property
+    def heading(self) -> str:
+        """Summary in one line."""
+        words = {
+            "equal": "proved to equal",
+            "different": "differ from",
+            _UNKNOWN: "are not proved to equal",
+        }[self.verdict]
+        replicas = counted(self.num_replicas, "replica")
+        return f"{self.step}: {replicas} {words} one device with the whole batch"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        if self.verdict == "equal":
+            return wrap(self.heading)
+        names = (f"{row.name}: {row.verdict}" for row in self.rows if row.verdict != "equal")
+        return wrap("\n".join([self.heading, listing(names), *self.reasons]))
+
+    def _repr_html_(self) -> str:
+        table = [(row.name, row.value, row.verdict, row.why) for row in self.rows]
+        columns = ("value", "on one replica", "verdict", "reason")
+        return f"<b>{self.heading}</b>" + Table(columns, table)._repr_html_()
+
+
+class _Output(NamedTuple):
+    """An output of a step.
+
+    Attributes:
+        name: The user's name.
+        aval: Its type on one replica.
+        whole: Its type on one device.
+        relation: How the two relate.
+        is_own: Whether each replica keeps its own.
+    """
+
+    name: str
+    aval: Any
+    whole: Any
+    relation: Relation
+    is_own: bool
+
+
+def compare(call: Call, analysis: Analysis, single: Callable[[], Runner]) -> EqualityReport:
+    """Implements `ProgramReport.equals_one_device`.
+
+    Args:
+        call: A call of a step.
+        analysis: Its analysis.
+        single: Returns a runner of one device.
+    """
+    step = analysis.traced.function
+    n, name = step.group.num_replicas_in_sync, step.name
+    if analysis.finish is None:
+        why = f"run rejects the step: {analysis.problems[0].splitlines()[0]}"
+        return EqualityReport(name, n, (EqualityRow("the step", "", _UNKNOWN, why),))
+    try:
+        outputs = _outputs(call, analysis, single(), n)
+    except Exception as error:  # of the user's step, for which the whole batch is too long
+        why = f"One device cannot run the step with the whole batch: {first_line(error)}"
+        return EqualityReport(name, n, (EqualityRow("the step", "", _UNKNOWN, why),))
+    return EqualityReport(name, n, tuple(_row(each, n) for each in outputs))
+
+
+def _outputs(call: Call, analysis: Analysis, single: Runner, n: int) -> list[_Output]:
+    """Returns the results of a step, and the variables that it changes, related to one device."""
+    traced, plan = analysis.traced, analysis.plan
+    step = traced.function
+    inputs, types = _inputs(call, step.avals, step.per_replica, n)
+    alone = single.traced_as(call, types)
+    finish, finish_alone = analysis.finish, average_and_merge(alone, plan)
+    assert finish is not None
+
+    def related(inputs: Sequence[Relation]) -> list[Relation]:
+        found = relate(traced.jaxpr, alone.jaxpr, inputs, n)
+        return relate(finish, finish_alone, [*inputs, *found], n)
+
+    relations = related(inputs) if n > 1 else [SAME] * len(finish.jaxpr.outvars)
+    sums = _sums(plan)
+    if sums and n > 1:  # a metric that is a sum depends on its former value in no other way
+        from_zero = related([ZERO if i in sums else x for i, x in enumerate(inputs)])
+        for k, i in enumerate(plan.changed):
+            relations[k] = from_zero[k] if i in sums else relations[k]
+    names = [*(call.input_names[i] for i in plan.changed), *step.out_names]
+    is_own = [step.per_replica[i] for i in plan.changed] + list(plan.per_replica_results)
+    avals = [var.aval for var in finish.jaxpr.outvars]
+    whole = [var.aval for var in finish_alone.jaxpr.outvars]
+    outputs = list(map(_Output, names, avals, whole, relations, is_own))
+    return [*outputs[len(plan.changed) :], *outputs[: len(plan.changed)]]
+
+
+def _sums(plan: Plan) -> set[int]:
+    """Returns the positions of the states of metrics that are proved to be sums."""
+    return {
+        i
+        for metric in plan.merged
+        for name, i in metric.positions.items()
+        if metric.dependences[name] is not Dependence.OTHER
+    }
+
+
+def _inputs(
+    call: Call, avals: Sequence[Any], per_replica: Sequence[bool], n: int
+) -> tuple[list[Relation], tuple[jax.ShapeDtypeStruct, ...]]:
+    """Returns the relations of the inputs of a step, and their types on one device."""
+    relations, types = list[Relation](), list[jax.ShapeDtypeStruct]()
+    num_state = len(call.state)
+    for i, (aval, differs, name) in enumerate(
+        zip(avals, per_replica, call.input_names, strict=True)
+    ):
+        is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+        if not differs:
+            relations.append(SAME)
+        elif i < num_state or not aval.shape:
+            relations.append(other(Why.SAMPLES if is_key else Why.UNKNOWN, "input", name))
+        else:
+            relations.append(rows(0))
+            shape = (n * aval.shape[0], *aval.shape[1:])
+            aval = jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
+        types.append(aval)
+    return relations, tuple(types)
+
+
+def _row(output: _Output, n: int) -> EqualityRow:
+    relation, value = output.relation, describe(output.aval)
+    is_equal = relation.is_equal
+    if output.is_own:
+        shape = output.aval.shape
+        if not shape or output.whole.shape != (n * shape[0], *shape[1:]):
+            why = "one device has no counterpart"
+            return EqualityRow(output.name, value, "per-replica", why)
+        is_equal = relation in (rows(0), relation._replace(kind=Kind.ZERO))
+    if is_equal:
+        return EqualityRow(output.name, value, "equal")
+    cause = relation.cause
+    is_unknown = cause is not None and cause.why is Why.UNKNOWN
+    if is_unknown or relation.kind not in (Kind.SAME, Kind.ROWS, Kind.OTHER):
+        return EqualityRow(output.name, value, _UNKNOWN, _explained(relation, n))
+    return EqualityRow(output.name, value, "different", _explained(relation, n))
+
+
+def _explained(relation: Relation, n: int) -> str:
+    """Returns what makes a value different or unknown, and the line that repairs it."""
+    cause = relation.cause
+    if relation.kind in (Kind.SAME, Kind.ROWS):
+        times = float(relation.scale)
+        if cause is None:
+            return (
+                f"It is {times:g} times its value on one device: it depends on the number of rows."
+            )
+        if cause.op not in ("psum", "mul", "div"):
+            return f"It is {times:g} times its value on one device after the {_place(cause)}."
+        if cause.op != "psum":
+            fix = "Divide by the number of rows of all replicas: mirror.all_reduce('sum', len(x))"
+        else:
+            fix = (
+                'Use mirror.all_reduce("mean", x)'
+                if times > 1
+                else 'Use mirror.all_reduce("sum", x)'
+            )
+        return f"It is {times:g} times its value on one device after the {_place(cause)}. {fix}."
+    if cause is None:
+        return (
+            "It is not known how the value relates to one device. strategy.verify compares numbers."
+        )
+    return _WORDS[cause.why].format(place=_place(cause), n=n)
+
+
+def _place(cause: Cause) -> str:
+    return f"{cause.op} at {cause.line}" if cause.op != "input" else f"input {cause.line}"
+
+
+_WORDS = {
+    Why.SAMPLES: (
+        "The random numbers of the {place} depend on the number of replicas. Use "
+        "mirror.example_keys(key, batch)."
+    ),
+    Why.SCALE: (
+        "The {place} combines a sum over this replica's rows with a value that all replicas have "
+        "or that is divided already, so that it counts {n} times. Combine them after the "
+        'all-reduce, or use means and mirror.all_reduce("mean", x).'
+    ),
+    Why.PART: (
+        "The {place} uses a sum or mean over this replica's rows as if it were over all rows. "
+        'All-reduce it first: mirror.all_reduce("mean", x).'
+    ),
+    Why.ROWS: (
+        "The {place} combines or selects rows of this replica, where one device has all rows. "
+        "Gather them first: mirror.all_gather(x)."
+    ),
+    Why.EXTREME: (
+        "The {place} reduces the largest or smallest values of the replicas. Use "
+        'mirror.all_reduce("max", x) or "min".'
+    ),
+    Why.UNKNOWN: (
+        "The {place} is not understood. strategy.verify compares the numbers of replicas and one "
+        "device."
+    ),
+}
