@@ -29,6 +29,7 @@ from mirror._src.devices.settings import (
     get_logical_device_configuration as get_logical_device_configuration,
 )
 from mirror._src.devices.settings import get_memory_growth as get_memory_growth
+from mirror._src.devices.settings import get_num_cpu_threads as get_num_cpu_threads
 from mirror._src.devices.settings import get_soft_device_placement as get_soft_device_placement
 from mirror._src.devices.settings import get_visible_devices as get_visible_devices
 from mirror._src.devices.settings import set_compilation_cache as set_compilation_cache
@@ -37,6 +38,7 @@ from mirror._src.devices.settings import (
 )
 from mirror._src.devices.settings import set_memory_growth as set_memory_growth
 from mirror._src.devices.settings import set_num_cpu_devices as set_num_cpu_devices
+from mirror._src.devices.settings import set_num_cpu_threads as set_num_cpu_threads
 from mirror._src.devices.settings import set_soft_device_placement as set_soft_device_placement
 from mirror._src.devices.settings import set_visible_devices as set_visible_devices
 from mirror._src.devices.state import LogicalDeviceConfiguration as LogicalDeviceConfiguration

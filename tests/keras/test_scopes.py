@@ -373,3 +373,9 @@ def test_import_of_keras_inside_the_scope(how):
     said = fresh.run(code, environment={"JAX_PLATFORMS": "cpu", "HOW": how})
     assert "4 devices" in said
     assert ("import keras before the scope" in said) == (how == "fit")
+
+
+def test_a_fixed_number_of_replicas_is_refused():
+    strategy = cpu_strategy(2, replicas=2)
+    with strategy.scope(), raises(NotImplementedError, names="replicas=", fix="mirror.Trainer"):
+        keras.Sequential([keras.layers.Dense(1)])

@@ -39,6 +39,8 @@ OWNERS = {
         "engine.in_step",
         "passes.collective_rules",
         "passes.evaluate",
+        "passes.order.tree",
+        "passes.order.turns",
     ),
 }
 
@@ -73,15 +75,15 @@ def test_imports_have_no_cycles():
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
     "base": Size(985, 23, 14),
-    "devices": Size(2050, 24, 26),
+    "devices": Size(2070, 24, 26),
     "cluster": Size(1100, 9, 20),
     "jaxprs": Size(2860, 21, 29),
-    "passes": Size(1760, 16, 25),
-    "engine": Size(5115, 54, 67),
-    "inspection": Size(1955, 16, 23),
+    "passes": Size(2125, 18, 31),
+    "engine": Size(5140, 54, 67),
+    "inspection": Size(2000, 16, 23),
     "data": Size(1400, 13, 27),
-    "keras": Size(505, 7, 7),
-    "strategy": Size(850, 7, 7),
+    "keras": Size(510, 7, 7),
+    "strategy": Size(930, 7, 7),
     "training": Size(5032, 34, 62),
     "ps": Size(3983, 20, 81),
     "tools": Size(3172, 41, 33),
@@ -318,6 +320,7 @@ MODULES = {
         get_logical_device_configuration get_memory_growth get_memory_info get_soft_device_placement
         get_visible_devices list_logical_devices list_physical_devices set_compilation_cache
         set_logical_device_configuration set_memory_growth set_num_cpu_devices
+        set_num_cpu_threads get_num_cpu_threads
         set_soft_device_placement set_visible_devices
     """,
     "distributed": """

@@ -77,6 +77,7 @@ def names_gpus(platforms: str) -> bool:
 HOST_DEVICES = JaxOption("jax_num_cpu_devices", unset=(-1,))
 VISIBLE_GPUS = JaxOption("jax_cuda_visible_devices", unset=("all",))
 PLATFORMS = JaxOption("jax_platforms", unset=(None, ""))
+HOST_THREADS = JaxOption("PJRT_NPROC")
 PREALLOCATE = JaxOption("XLA_PYTHON_CLIENT_PREALLOCATE")
 CACHE_DIRECTORY = JaxOption(DIRECTORY, unset=(None, ""))
 CACHE_LEAST_SECS = JaxOption(LEAST_SECS, unset=(1.0,))

@@ -47,6 +47,8 @@ class ReplicaDevices:
         home: Device that stores mirrored arrays if the devices are of several types. Defaults to
             the first device.
         axis_name: Name of the replica axis.
+        in_turn: Whether each device runs its replicas in turn, which gives the same bits on any
+            number of devices.
 
     Attributes:
         devices: Device of each replica.
@@ -69,8 +71,11 @@ class ReplicaDevices:
         devices: tuple[jax.Device, ...],
         home: jax.Device | None = None,
         axis_name: str = REPLICA_AXIS,
+        *,
+        in_turn: bool = False,
     ) -> None:
         self.devices = devices
+        self.in_turn = in_turn
         self.axis_name = axis_name
         self.distinct = tuple(dict.fromkeys(devices))
         self.replicas_per_device = len(devices) // len(self.distinct)
@@ -108,6 +113,11 @@ class ReplicaDevices:
     def local_devices(self) -> tuple[jax.Device, ...]:
         """The devices of this process's replicas, each once."""
         return tuple(dict.fromkeys(self.devices[i] for i in self.local_ids))
+
+    def on_first(self) -> "ReplicaDevices":
+        """Returns the same replicas on the first device."""
+        devices = self.devices[:1] * len(self)
+        return ReplicaDevices(devices, axis_name=self.axis_name, in_turn=self.in_turn)
 
     def is_mirrored(self, value: Array) -> bool:
         """Whether each device stores a whole copy of the array, in replica order."""

@@ -8,6 +8,7 @@ devices can be chosen among those that the user's settings select (`user_setting
 
 import logging
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -15,11 +16,13 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from mirror._src.base.compile_cache import DIRECTORY, LEAST_SECS, cache_options
 from mirror._src.base.errors import InvalidDeviceError, counted, expected, require_int
+from mirror._src.base.naming import depth_of_user
 from mirror._src.devices import state
 from mirror._src.devices.backend import default_devices, devices_of_type, names, type_of
 from mirror._src.devices.jax_options import (
     CACHE_DIRECTORY,
     CACHE_LEAST_SECS,
+    HOST_THREADS,
     MEMORY_FRACTION,
     PLATFORMS,
     PREALLOCATE,
@@ -208,6 +211,75 @@ def set_num_cpu_devices(n: int) -> None:
                 f"and their number cannot change. {startup_cause()} Call it before that, right "
                 "after the imports; in a notebook, restart the kernel first."
             )
+
+
+def get_num_cpu_threads() -> int:
+    """Returns the number of threads that host devices compute with, together.
+
+    Before JAX has started, the number that they will have with the settings of now.
+
+    >>> get_num_cpu_threads() >= 1
+    True
+    """
+    with lock:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        count = HOST_THREADS.value
+        if started():
+            devices = len(devices_of_type("CPU"))
+        else:
+            partitions, fixed = state.num_partitions(CPU), host_devices_of_user()
+            devices = partitions or (fixed[0] if fixed else 1)
+    return max(int(count) if count and count.isdigit() else cores or 1, devices)
+
+
+def set_num_cpu_threads(n: int) -> None:
+    """Sets how many threads host devices compute with, together. Call it before JAX starts.
+
+    XLA cuts large operations into as many parts, which decides how sums are rounded. To get the
+    same bits on machines with different numbers of cores, set the same number on all of them; see
+    `MirroredStrategy(replicas=)`. Each host device adds a thread: the number is at least theirs.
+    Without this setting it is the number of cores, or `replicas` if that is larger and the strategy
+    is what starts JAX.
+
+    Args:
+        n: Number of threads. The environment variable `PJRT_NPROC` takes precedence.
+
+    Raises:
+        TypeError: If `n` is not an integer.
+        ValueError: If `n` is less than 1.
+        RuntimeError: If the backend has started with another number.
+
+    >>> set_num_cpu_threads(get_num_cpu_threads())  # no change: always allowed
+    """
+    require_int("n", n)
+    with lock:
+        if n == get_num_cpu_threads() and (started() or HOST_THREADS.value):
+            return
+        _require_not_started("The number of threads")
+        if HOST_THREADS.of_user not in (None, str(n)):
+            _logger.warning("Ignoring %s threads: %s takes precedence.", n, HOST_THREADS)
+        HOST_THREADS.set(str(int(n)))
+
+
+def raise_num_cpu_threads(least: int) -> None:
+    """Lets host devices have at least this many threads, if nothing else sets their number."""
+    with lock:
+        if not started() and HOST_THREADS.value is None:
+            HOST_THREADS.set(str(max(least, get_num_cpu_threads())))
+
+
+def warn_about_threads(replicas: int) -> None:
+    """Warns if another number of host devices would change the number of threads."""
+    threads = get_num_cpu_threads()
+    if threads >= replicas:
+        return
+    cause = f"{HOST_THREADS} is too small." if HOST_THREADS.of_user else startup_cause()
+    warnings.warn(
+        f"Host devices compute with {counted(threads, 'thread')}. {replicas} devices would have "
+        f"{replicas}, with other bits than these. {cause} Call "
+        f"mirror.config.set_num_cpu_threads({replicas}) before that, right after the imports.",
+        stacklevel=depth_of_user(),
+    )
 
 
 def first_devices(count: int) -> tuple[jax.Device, ...]:

@@ -53,7 +53,12 @@ def choose(
     if replicas.are_mixed or not ops._is_compiled():
         return _staged(replicas, ops)
     spans = replicas.spans_processes
-    pack_bytes = ops._packed_bytes(on_host=replicas.on_host, spans_processes=spans)
+    # With a fixed number of replicas, any number of devices runs the same program.
+    on_cpu = backend.type_of(replicas.devices[0]) == "CPU"
+    pack_bytes = ops._packed_bytes(
+        on_host=on_cpu if replicas.in_turn else replicas.on_host,
+        spans_processes=spans and not replicas.in_turn,
+    )
     executor = MeshExecutor(
         replicas,
         can_shard=shard_update and not reason,
@@ -65,6 +70,7 @@ def choose(
         "pmap": "one replica per device, devices of one type",
         "shard_map": "several processes" if spans else "shard_update=True",
         "vmap": "several replicas per device",
+        "in turn": "a fixed number of replicas",
     }
     level = logging.DEBUG if executor.name in ("jit", "pmap") else logging.INFO
     _logger.log(level, "Using %s: %s", executor.name, why[executor.name])
@@ -91,6 +97,8 @@ def _require_xla(replicas: ReplicaDevices, ops: CrossDeviceOps) -> None:
 
 def _reason_not_to_shard(replicas: ReplicaDevices, ops: CrossDeviceOps) -> str:
     """Returns why weight updates cannot be sharded; empty if they can."""
+    if replicas.in_turn:
+        return "the number of replicas is fixed"
     if replicas.spans_processes:
         return "the replicas are in several processes"  # gloo, as below
     if replicas.are_mixed:

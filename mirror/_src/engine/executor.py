@@ -28,9 +28,11 @@ from mirror._src.jaxprs.trace import abstract, abstract_row, context_token
 from mirror._src.jaxprs.user_lines import line_within, user_line
 from mirror._src.passes.callbacks import CallbackGuard, is_callback
 from mirror._src.passes.collective_rules import Reduction
-from mirror._src.passes.evaluate import Lowering
+from mirror._src.passes.evaluate import Lowering, Rules
+from mirror._src.passes.order.turns import COMPILER_OPTIONS, Turns
 from mirror._src.passes.passes import rewritten
 from mirror._src.passes.program import Program, Settings
+from mirror._src.passes.staging.stages import stage_program
 
 _WITHOUT_RACES = "xla_gpu_exclude_nondeterministic_ops"
 _SCATTER_BYTES = "xla_gpu_reduce_scatter_combine_threshold_bytes"
@@ -167,6 +169,7 @@ class MeshExecutor(Executor):
             settings = Settings(n, pack_bytes, per_replica, axis_name=axis_name)
             final = rewritten(program.jaxprs, settings)
         start = len(program.inputs)
+        more: list[Any] = [*captured.values()]
 
         def replica(*leaves: Any) -> Sequence[Any]:
             arrays = dict(zip(captured, leaves[start:], strict=True))
@@ -174,6 +177,10 @@ class MeshExecutor(Executor):
             results = lowering.run(final, leaves[:start])
             _require_proved(results, program.finish, program.outputs, len(self.replicas))
             return results
+
+        if self._mapping == "in turn":
+            replica = self._in_turn(program, list(captured), rules)
+            more.append(np.int32(self.replicas.replicas_per_device))
 
         def check(leaves: Sequence[Any]) -> None:
             program.require_context()
@@ -185,7 +192,7 @@ class MeshExecutor(Executor):
         return self.compile_function(
             program.name,
             replica,
-            [*program.inputs, *(Kind() for _ in captured)],
+            [*program.inputs, *(Kind() for _ in more)],
             program.outputs,
             program.donated,
             program.avals,
@@ -193,11 +200,34 @@ class MeshExecutor(Executor):
             sites=functools.partial(sites_of, final),
             guard=program.guard,
             check=check,
-            captured=[self.replicas.input(array, Kind()) for array in captured.values()],
+            captured=[self.replicas.input(array, Kind()) for array in more],
             ends_in_python=any(map(_ends_in_python, program.jaxprs)),
             has_races=program.has_races and len(self.replicas.distinct) > 1,
             scatters=bool(final.sharded_inputs),
         )
+
+    def _in_turn(
+        self, program: ReplicaProgram, ids: Sequence[int], rules: Rules
+    ) -> Callable[..., Sequence[Any]]:
+        """Returns a function of a device's leaves, of constant arrays, and of their number."""
+        staged = stage_program(
+            program.jaxprs,
+            Settings(
+                len(self.replicas),
+                self.pack_bytes,
+                [kind.is_own for kind in program.inputs],
+                axis_name=self.replicas.axis_name,
+            ),
+            [not kind.is_own for kind in program.outputs],
+            rules,
+        )
+        start = len(program.inputs)
+
+        def on_device(*leaves: Any) -> list[Any]:
+            arrays = dict(zip(ids, leaves[start:-1], strict=True))
+            return Turns(self.replicas, arrays, leaves[-1]).run(staged, leaves[:start])
+
+        return on_device
 
     def compile_function(
         self,
@@ -279,9 +309,9 @@ def _compiler_options(
     replicas: ReplicaDevices, has_races: bool, scatters: bool
 ) -> dict[str, Any] | None:
     """Returns XLA's options for one program; `None` for devices that need no options."""
+    options: dict[str, Any] = dict(COMPILER_OPTIONS) if replicas.in_turn else {}
     if not replicas.on_gpus:
-        return None
-    options: dict[str, Any] = {}
+        return options or None
     if has_races:  # copies would differ in the last bits, and drift apart from then on
         options[_WITHOUT_RACES] = True
     if scatters and _SCATTER_BYTES not in os.environ.get("XLA_FLAGS", ""):

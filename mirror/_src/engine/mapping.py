@@ -1,6 +1,6 @@
 """Maps the function of one replica over the devices. This is the only module that uses `jax.pmap`.
 
-Four mappings compute the same:
+Five mappings compute the same:
 
 - `jit`: a single replica needs no mapped axis.
 - `pmap`: one replica per device of this process. Mirrored values have axis `None` as inputs and
@@ -14,6 +14,8 @@ Four mappings compute the same:
   several devices, it runs inside a `jax.shard_map`, so that XLA has nothing to partition. If XLA
   partitions a single `jax.vmap` over all replicas instead, gradients of pointwise convolutions are
   wrong, because `jax.vmap` turns them into grouped convolutions (JAX 0.10 to 0.12).
+- `in turn`: a fixed number of replicas, on any number of devices. `passes.order` evaluates the
+  staged program inside a `jax.shard_map`, also on one device.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +32,7 @@ from mirror._src.passes.evaluate import Rules
 from mirror._src.passes.lower.table import lowered, rules_for
 from mirror._src.passes.vmap_sums import evaluate
 
-Mapping = Literal["jit", "pmap", "shard_map", "vmap"]
+Mapping = Literal["jit", "pmap", "shard_map", "vmap", "in turn"]
 Outputs = tuple[Any, ...]
 ReplicaFunction = Callable[..., Outputs]
 
@@ -52,6 +54,8 @@ def mapping_for(replicas: ReplicaDevices, *, has_slices: bool = False) -> Mappin
         replicas: Devices of the replicas, of one type.
         has_slices: Whether programs may have sharded inputs and outputs.
     """
+    if replicas.in_turn:
+        return "in turn"
     if replicas.replicas_per_device > 1:
         return "vmap"
     if replicas.spans_processes or has_slices:
@@ -66,6 +70,8 @@ def rules_inside(
     reduction: Reduction | None,
 ) -> Rules:
     """Returns the rules for operations that are replaced inside a mapping."""
+    if mapping == "in turn":  # which has its own collectives
+        return {**rules_for(replicas), **(guard.rules() if guard is not None else {})}
     has_axis = mapping in ("pmap", "shard_map") or len(replicas.distinct) > 1
     axis = replicas.axis_name if has_axis else None
     rules = CollectiveRules(
@@ -94,7 +100,8 @@ def map_replicas(
 
     Args:
         mapping: How to map.
-        replica: Function of one replica's leaves, evaluated by the rules of `rules_inside`.
+        replica: Function of one replica's leaves, evaluated by the rules of `rules_inside`; of the
+            leaves of a device with `in turn`.
         replicas: Devices of the replicas.
         inputs: How the replicas hold each input. `pmap` requires a per-replica one.
         outputs: How the replicas hold each output.
@@ -113,6 +120,8 @@ def map_replicas(
                 out_axes=tuple(0 if kind.is_own else None for kind in outputs),
                 devices=replicas.devices,
             )
+        case "in turn":
+            on_device = replica
         case "shard_map":
             on_device = _without_leading_axis(replica, inputs, outputs)
         case "vmap":

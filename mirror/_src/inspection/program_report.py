@@ -18,8 +18,10 @@ from mirror._src.engine.plan import LeafOutcome
 from mirror._src.engine.runner import Runner
 from mirror._src.inspection.collective_table import CollectiveRow, collectives_of
 from mirror._src.inspection.equality import EqualityReport, compare
-from mirror._src.jaxprs.equations import equations
+from mirror._src.jaxprs.equations import equations, with_inner
 from mirror._src.jaxprs.marks import Mark
+from mirror._src.jaxprs.primitives import CALLBACK, STATEFUL
+from mirror._src.jaxprs.user_lines import line_within
 from mirror._src.passes.program import Program
 
 _MOST_LINES = 2
@@ -60,6 +62,9 @@ class ProgramReport:
         sharding: With `shard_update=True`, one row per array of the state that the step changes,
             with the reason why it is sharded or mirrored. State outside nnx objects is assumed to
             be donated.
+        device_dependent: With `replicas=`, the operations whose results may depend on the number of
+            devices, such as host callbacks. Empty if the step has the same bits on any number of
+            devices. None without `replicas=`.
     """
 
     step: str
@@ -69,6 +74,7 @@ class ProgramReport:
     collectives: tuple[CollectiveRow, ...]
     problems: tuple[str, ...] = ()
     sharding: tuple[ValueRow, ...] = ()
+    device_dependent: tuple[str, ...] | None = None
     _compare: Callable[[], EqualityReport] = field(kw_only=True, repr=False, compare=False)
 
     @functools.cached_property
@@ -90,7 +96,11 @@ class ProgramReport:
         verdict = "proved to stay in sync" if self.in_step else "run would reject the step"
         count = sum(row.state == "per-replica" for row in self.results)
         per_replica = f"; {counted(count, 'per-replica result')}" if count else ""
-        return f"{self.step} on {counted(self.num_replicas, 'replica')}: {verdict}{per_replica}"
+        bits = "" if self.device_dependent is None else "; same bits on any number of devices"
+        if self.device_dependent:
+            bits = f"; the number of devices may change {', '.join(self.device_dependent)}"
+        replicas = counted(self.num_replicas, "replica")
+        return f"{self.step} on {replicas}: {verdict}{per_replica}{bits}"
 
     @property
     def values_table(self) -> Table:
@@ -163,8 +173,18 @@ def describe_program(
         tuple(collectives_of(final, runner.pack_bytes, after_step)),
         tuple(analysis.problems),
         tuple(_list_sharding(call, step.avals, final, len(runner.replicas))),
+        tuple(dict.fromkeys(_device_dependent(final))) if runner.replicas.in_turn else None,
         _compare=functools.partial(compare, call, analysis, single),
     )
+
+
+def _device_dependent(final: Program) -> Iterator[str]:
+    """Yields the operations whose results the host determines, or a state outside the program."""
+    for operation in final.operations:
+        for eqn in with_inner(operation.eqn):
+            name = eqn.primitive.name
+            if name in CALLBACK | STATEFUL and eqn.outvars:
+                yield f"{name} at {line_within(eqn, operation.around)}"
 
 
 def _list_sharding(

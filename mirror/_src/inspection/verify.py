@@ -17,7 +17,7 @@ from mirror._src.base.types import PyTree
 from mirror._src.engine.arguments import hoist_nested, object_names
 from mirror._src.engine.nnx.structure import Structure
 from mirror._src.engine.on_read import collapse
-from mirror._src.engine.per_replica import is_per_replica
+from mirror._src.engine.per_replica import PerReplica, is_per_replica
 from mirror._src.engine.runner import Runner
 from mirror._src.engine.variable import Variable
 from mirror._src.inspection.trial_objects import (
@@ -81,6 +81,8 @@ class VerifyReport:
         num_replicas: Number of replicas that were compared with one device.
         rtol: Largest relative difference allowed.
         rows: Results first, then variables.
+        same_bits: With `replicas=`, whether one device computes the same bits if it runs all
+            replicas. None without `replicas=`, with one device, or in several processes.
 
     >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
     >>> print(strategy.verify(lambda x: 2 * x, (mirror.PerReplica([[1.0], [2.0]]),)))
@@ -91,6 +93,7 @@ class VerifyReport:
     num_replicas: int
     rtol: float
     rows: tuple[Difference, ...]
+    same_bits: bool | None = None
 
     @property
     def largest(self) -> float:
@@ -116,6 +119,8 @@ class VerifyReport:
         for row in self.rows:
             difference = f"{row.relative:.1e}" if row.compared else "-"
             lines.append(f"  {difference:>9}  {row.name}")
+        if self.same_bits:
+            lines.append("The same replicas on one device compute the same bits.")
         return "\n".join(lines)
 
 
@@ -127,6 +132,7 @@ def verify(
     kwargs: dict,
     rtol: float,
     alone: Callable[[PyTree], tuple[Callable, PyTree]] | None = None,
+    in_turn: Runner | None = None,
 ) -> VerifyReport:
     """Implements `Strategy.verify`.
 
@@ -139,6 +145,7 @@ def verify(
         rtol: Largest allowed difference.
         alone: Returns what the one device runs, given the arguments with the whole batch. Defaults
             to the same step with the whole batch.
+        in_turn: Runner of the same replicas on one device, for a fixed number of replicas.
     """
     arguments = hoist_nested(args, kwargs)
     objects, single_objects = copy_of(arguments.objects), copy_of(arguments.objects)
@@ -153,6 +160,13 @@ def verify(
         before = variables_of([*objects, *captured], names)
         results = many.run(fn, *with_objects(arguments.tree, objects))
         after = variables_of([*objects, *captured], names)
+        if in_turn is not None:
+            restore(captured, saved)
+            others = copy_of(arguments.objects)
+            tree = jax.tree.map(_moved, arguments.tree, is_leaf=is_per_replica)
+            of_one = in_turn.run(fn, *with_objects(tree, others))
+            changed = variables_of([*others, *captured], names)
+            _require_same_bits(num_replicas, (results, after), (of_one, changed))
         restore(captured, saved)
         collapse(captured)
         tree, results = gathered(many, (arguments.tree, results))
@@ -168,7 +182,42 @@ def verify(
         *compare_variables(before, after, expected),
     ]
     hint = _shared_key_hint(dict.fromkeys(analysis.notes.shared_samples))
-    return checked(VerifyReport(num_replicas, rtol, tuple(rows)), CAUSES + hint)
+    same_bits = True if in_turn is not None else None
+    return checked(VerifyReport(num_replicas, rtol, tuple(rows), same_bits), CAUSES + hint)
+
+
+def _moved(leaf: Any) -> Any:
+    """Returns a leaf of the arguments, which one device may get."""
+    return PerReplica(list(map(_host, leaf.values))) if is_per_replica(leaf) else leaf
+
+
+def _require_same_bits(
+    num_replicas: int, many: tuple[PyTree, Any], one: tuple[PyTree, Any]
+) -> None:
+    """Compares the results and variables of a step on several devices and on one.
+
+    Raises:
+        VerifyError: If bits differ.
+    """
+    leaves = jax.tree_util.tree_flatten_with_path(many[0], is_leaf=is_per_replica)[0]
+    pairs = zip(leaves, jax.tree.leaves(one[0], is_leaf=is_per_replica), strict=True)
+    wrong = [
+        "result" + keys(path)
+        for (path, a), b in pairs
+        if not all(map(_equal, _parts_of(a), _parts_of(b)))
+    ]
+    wrong += [name for name, value in many[1].items() if not _equal(value, one[1][name])]
+    if wrong:
+        raise VerifyError(
+            f"The bits of {counted(num_replicas, 'replica')} depend on the number of devices. With "
+            f"one device, these differ:\n{listing(wrong)}\nstrategy.inspect(step, args) names "
+            "the host callbacks of the step. A step without host callbacks is a fault of mirror: "
+            "please report it."
+        )
+
+
+def _parts_of(leaf: Any) -> list[np.ndarray]:
+    return list(map(_host, leaf.values if is_per_replica(leaf) else [leaf]))
 
 
 CAUSES = (

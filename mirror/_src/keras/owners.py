@@ -45,10 +45,11 @@ def add_scope(strategy: object, replicas: ReplicaDevices) -> None:
     """Remembers whose arrays lie on this mesh: of variables that are created in the scope.
 
     The mesh of mixed devices is their home device alone, which may also be the mesh of a strategy
-    with one device. That strategy takes precedence, because models can train on it.
+    with one device, and a fixed number of replicas may have the mesh of another strategy. The
+    strategy takes precedence that models can train on.
     """
     known = _by_mesh.get(replicas.mesh)
-    if known is None or known.replicas.are_mixed:
+    if known is None or known.replicas.are_mixed or known.replicas.in_turn:
         _by_mesh[replicas.mesh] = Owner(str(strategy), replicas)
 
 
@@ -187,6 +188,12 @@ def _of_scope(verb: str) -> Owner | None:
 
 def _require_supported(owner: Owner, verb: str) -> None:
     replicas = owner.replicas
+    if replicas.in_turn:
+        raise NotImplementedError(
+            f"A Keras model was {verb} inside strategy.scope() of {owner.name}, but the step of a "
+            "Keras model sees the whole batch, so that replicas= cannot fix the order of its sums. "
+            "Omit replicas=, or train a Flax model with mirror.Trainer."
+        )
     if replicas.are_mixed or replicas.spans_processes:
         what = "of several processes" if replicas.spans_processes else "of several types"
         raise NotImplementedError(

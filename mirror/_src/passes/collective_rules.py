@@ -12,6 +12,7 @@ rule for some of them (groups, partial permutations), and an incorrect rule for 
 operands that are the same for all replicas (JAX 0.10 and 0.12).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, final
 
@@ -48,10 +49,10 @@ def reduce_extreme(primitive: str, value: Array, axis: str) -> Array:
         return reduce(value, axis)
     is_nan = jax.lax.pmax(jnp.isnan(value).astype(jnp.uint8), axis) > 0
     extreme = jnp.where(is_nan, jnp.asarray(jnp.nan, value.dtype), reduce(value, axis))
-    return _positive_zero(extreme)
+    return positive_zero(extreme)
 
 
-def _positive_zero(value: Array) -> Array:
+def positive_zero(value: Array) -> Array:
     return jnp.where(value == 0, jnp.zeros((), value.dtype), value)
 
 
@@ -59,8 +60,100 @@ def _call_sequentially(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     return bind_with(eqn, arguments, {**eqn.params, "vmap_method": "sequential"})
 
 
+class Formulas:
+    """Collectives that one replica computes from the values of all.
+
+    Args:
+        num_replicas: Number of replicas.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self._num_replicas = num_replicas
+
+    def _replica_id(self) -> Array:
+        """Returns the index of the replica."""
+        raise NotImplementedError
+
+    def _gather(self, value: Array) -> Array:
+        """Returns all replicas' values as `(num_replicas, *shape)`, in replica order."""
+        raise NotImplementedError
+
+    def reduce_in_groups(
+        self,
+        primitive: str,
+        value: Array,
+        groups: Sequence[Sequence[int]],
+        reduced: Callable[[str, Array], Array],
+    ) -> Array:
+        """Reduces within groups of replicas, which may differ in size, the rows of each group."""
+        values, me = self._gather(value), self._replica_id()
+        sizes = sorted({len(group) for group in groups})
+        members = self._group_of_each(groups)
+        results = []
+        for size in sizes:
+            # Shapes are static, so all replicas reduce groups of every size. A replica in a group
+            # of another size reduces copies of its own value, and discards the result.
+            table = [g if len(g) == size else [i] * size for i, g in enumerate(members)]
+            results.append(reduced(primitive, values[jnp.asarray(table)[me]]))
+        which = jnp.asarray([sizes.index(len(group)) for group in members])[me]
+        return jax.lax.select_n(jnp.broadcast_to(which, value.shape), *results)
+
+    def _group_of_each(self, groups: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        return [next(g for g in groups if i in g) for i in range(self._num_replicas)]
+
+    def gather_in_group(self, value: Array, groups: Sequence[Sequence[int]] | None) -> Array:
+        """Returns the values of this replica's group as `(size, *shape)`, in the group's order."""
+        values = self._gather(value)
+        if groups is None:
+            return values
+        return values[jnp.asarray(self._group_of_each(groups))[self._replica_id()]]
+
+    def _index_in_group(self, groups: Sequence[Sequence[int]] | None) -> Array:
+        if groups is None:
+            return self._replica_id()
+        indices = {replica: index for group in groups for index, replica in enumerate(group)}
+        return jnp.asarray([indices[i] for i in range(self._num_replicas)])[self._replica_id()]
+
+    def all_gather(self, params: dict[str, Any], value: Array) -> Array:
+        axis = params["all_gather_dimension"]
+        values = self.gather_in_group(value, params.get("axis_index_groups"))
+        moved = jnp.moveaxis(values, 0, axis)
+        if not params["tiled"]:
+            return moved
+        shape = list(value.shape)
+        shape[axis] *= values.shape[0]
+        return moved.reshape(shape)
+
+    def scattered(self, params: dict[str, Any], total: Array) -> Array:
+        """Returns the replica's part of a sum."""
+        groups, axis = params.get("axis_index_groups"), params["scatter_dimension"]
+        size = total.shape[axis] // (len(groups[0]) if groups else self._num_replicas)
+        start = self._index_in_group(groups) * size
+        part = jax.lax.dynamic_slice_in_dim(total, start, size, axis)
+        return part if params["tiled"] else part.squeeze(axis)
+
+    def all_to_all(self, params: dict[str, Any], value: Array) -> Array:
+        groups = params.get("axis_index_groups")
+        split, joined = params["split_axis"], params["concat_axis"]
+        values = self.gather_in_group(value, groups)
+        size = value.shape[split] // values.shape[0]
+        start = self._index_in_group(groups) * size
+        received = jax.lax.dynamic_slice_in_dim(values, start, size, split + 1)
+        return jnp.concatenate(list(received), joined)
+
+    def ppermute(self, params: dict[str, Any], value: Array) -> Array:
+        """Sends values along a permutation. A replica that receives nothing gets zeros."""
+        source = {target: origin for origin, target in params["perm"]}
+        table = jnp.asarray([source.get(i, -1) for i in range(self._num_replicas)])
+        origin = table[self._replica_id()]
+        received = self._gather(value)[origin]
+        if len(source) == self._num_replicas:
+            return received
+        return jnp.where(origin >= 0, received, jnp.zeros_like(received))
+
+
 @final
-class CollectiveRules:
+class CollectiveRules(Formulas):
     """Rules for collectives over all replicas.
 
     Args:
@@ -84,8 +177,8 @@ class CollectiveRules:
         reduction: Reduction | None = None,
     ) -> None:
         self._device_axis, self._vmap_axis = device_axis, vmap_axis
+        super().__init__(replicas_per_device * num_devices)
         self._replicas_per_device = replicas_per_device
-        self._num_replicas = replicas_per_device * num_devices
         self._over_gloo = over_gloo
         self._reduction = reduction
 
@@ -111,9 +204,9 @@ class CollectiveRules:
             "reduce_scatter": self._if_over_replicas(self._reduce_scatter),
             **self._over_replicas(
                 {
-                    "all_gather": self._all_gather,
-                    "all_to_all": self._all_to_all,
-                    "ppermute": self._ppermute,
+                    "all_gather": self.all_gather,
+                    "all_to_all": self.all_to_all,
+                    "ppermute": self.ppermute,
                     "pbroadcast": lambda p, x: self._gather(x)[p["source"]],
                 }
             ),
@@ -186,7 +279,7 @@ class CollectiveRules:
             return self._reduced(eqn, primitive, rows.astype(jnp.uint8)).astype(jnp.bool_)
         collective = f"{kind_of(eqn.primitive.name)} at {user_line(eqn)}"
         result = self._reduction(primitive, rows, collective)
-        return result if primitive == "psum" else _positive_zero(result)
+        return result if primitive == "psum" else positive_zero(result)
 
     def _all_reduce(self, eqn: JaxprEqn, primitive: str, value: Array) -> Array:
         if self._reduction is not None:
@@ -200,7 +293,7 @@ class CollectiveRules:
         if self._vmap_axis is not None:
             value = _ALL_REDUCE[primitive](value, self._vmap_axis)
         if self._device_axis is None:
-            return _positive_zero(value)
+            return positive_zero(value)
         return reduce_extreme(primitive, value, self._device_axis)
 
     def _reduce(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
@@ -212,79 +305,14 @@ class CollectiveRules:
             values = [reduce_locally(primitive, value, others) for value in values]
         if groups is None:
             return [self._all_reduce(eqn, primitive, value) for value in values]
-        return [self._reduce_in_groups(eqn, primitive, value, groups) for value in values]
-
-    def _reduce_in_groups(
-        self, eqn: JaxprEqn, primitive: str, value: Array, groups: Sequence[Sequence[int]]
-    ) -> Array:
-        """Reduces within groups of replicas, which may differ in size."""
-        values, me = self._gather(value), self._replica_id()
-        sizes = sorted({len(group) for group in groups})
-        members = self._group_of_each(groups)
-        results = []
-        for size in sizes:
-            # Shapes are static, so all replicas reduce groups of every size. A replica in a group
-            # of another size reduces copies of its own value, and discards the result.
-            table = [g if len(g) == size else [i] * size for i, g in enumerate(members)]
-            results.append(self._reduced(eqn, primitive, values[jnp.asarray(table)[me]]))
-        which = jnp.asarray([sizes.index(len(group)) for group in members])[me]
-        return jax.lax.select_n(jnp.broadcast_to(which, value.shape), *results)
-
-    def _group_of_each(self, groups: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        return [next(g for g in groups if i in g) for i in range(self._num_replicas)]
-
-    def _gather_in_group(self, value: Array, groups: Sequence[Sequence[int]] | None) -> Array:
-        """Returns the values of this replica's group as `(size, *shape)`, in the group's order."""
-        values = self._gather(value)
-        if groups is None:
-            return values
-        return values[jnp.asarray(self._group_of_each(groups))[self._replica_id()]]
-
-    def _index_in_group(self, groups: Sequence[Sequence[int]] | None) -> Array:
-        if groups is None:
-            return self._replica_id()
-        indices = {replica: index for group in groups for index, replica in enumerate(group)}
-        return jnp.asarray([indices[i] for i in range(self._num_replicas)])[self._replica_id()]
-
-    def _all_gather(self, params: dict[str, Any], value: Array) -> Array:
-        axis = params["all_gather_dimension"]
-        values = self._gather_in_group(value, params.get("axis_index_groups"))
-        moved = jnp.moveaxis(values, 0, axis)
-        if not params["tiled"]:
-            return moved
-        shape = list(value.shape)
-        shape[axis] *= values.shape[0]
-        return moved.reshape(shape)
+        reduced = functools.partial(self._reduced, eqn)
+        return [self.reduce_in_groups(primitive, value, groups, reduced) for value in values]
 
     def _reduce_scatter(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
         self._require_one_axis(eqn)
-        groups, axis = eqn.params.get("axis_index_groups"), eqn.params["scatter_dimension"]
-        value = jnp.asarray(arguments[0])
+        groups, value = eqn.params.get("axis_index_groups"), jnp.asarray(arguments[0])
         if groups is None:
-            total, count = self._all_reduce(eqn, "psum", value), self._num_replicas
+            total = self._all_reduce(eqn, "psum", value)
         else:
-            rows = self._gather_in_group(value, groups)
-            total, count = self._reduced(eqn, "psum", rows), len(groups[0])
-        size = value.shape[axis] // count
-        start = self._index_in_group(groups) * size
-        part = jax.lax.dynamic_slice_in_dim(total, start, size, axis)
-        return [part if eqn.params["tiled"] else part.squeeze(axis)]
-
-    def _all_to_all(self, params: dict[str, Any], value: Array) -> Array:
-        groups = params.get("axis_index_groups")
-        split, joined = params["split_axis"], params["concat_axis"]
-        values = self._gather_in_group(value, groups)
-        size = value.shape[split] // values.shape[0]
-        start = self._index_in_group(groups) * size
-        received = jax.lax.dynamic_slice_in_dim(values, start, size, split + 1)
-        return jnp.concatenate(list(received), joined)
-
-    def _ppermute(self, params: dict[str, Any], value: Array) -> Array:
-        """Sends values along a permutation. A replica that receives nothing gets zeros."""
-        source = {target: origin for origin, target in params["perm"]}
-        table = jnp.asarray([source.get(i, -1) for i in range(self._num_replicas)])
-        origin = table[self._replica_id()]
-        received = self._gather(value)[origin]
-        if len(source) == self._num_replicas:
-            return received
-        return jnp.where(origin >= 0, received, jnp.zeros_like(received))
+            total = self._reduced(eqn, "psum", self.gather_in_group(value, groups))
+        return [self.scattered(eqn.params, total)]

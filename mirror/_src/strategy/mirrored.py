@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import final
 
+import jax
 import numpy as np
 
 from mirror._src.base.errors import counted, expected, require_int
@@ -20,7 +21,11 @@ from mirror._src.devices.resolve import (
     canonicalize_device,
     canonicalize_replica_devices,
 )
-from mirror._src.devices.settings import first_devices
+from mirror._src.devices.settings import (
+    first_devices,
+    raise_num_cpu_threads,
+    warn_about_threads,
+)
 from mirror._src.engine.all_reduce import AllReduce
 from mirror._src.engine.choice import default_ops, reduce_device
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
@@ -41,6 +46,11 @@ class MirroredStrategy(Strategy):
     the CPU, run it in stages, and their collectives are reduced on the host. The log states which
     executor is used and why.
 
+    With `replicas=`, a training ends with the same bits on any number of devices of one type, in
+    any number of processes, also if it stops and continues on another number. It must run with the
+    same version of JAX and, on host devices, the same `mirror.config.set_num_cpu_threads`. Host
+    callbacks are excepted; `strategy.inspect` names them. On GPUs, this has not been run.
+
     Args:
         devices: Devices in replica order: `jax.Device`s or names such as `"/gpu:1"`. A number
             selects the first GPUs, or on a machine without GPUs host devices, which are created if
@@ -50,6 +60,10 @@ class MirroredStrategy(Strategy):
             of several types, or for accelerators whose all-reduce fails a startup test (a known
             sum, once per process), the default is `ReductionToOneDevice()`; a warning reports the
             failed test.
+        replicas: Number of replicas, whatever the number of devices is: each device runs its
+            replicas in turn, and sums have one order. If the devices do not divide it, the largest
+            number of them that does is used. Defaults to one replica per device, or
+            `replicas_per_device`, which is faster and rounds sums differently on other devices.
         replicas_per_device: Number of replicas on each device. With eight replicas on a laptop or
             on one GPU, you can try a step as it will run on eight GPUs. Replica ids enumerate the
             replicas of the first device first, then the replicas of the second, etc.
@@ -63,9 +77,10 @@ class MirroredStrategy(Strategy):
             collectives that are reduced on one device, it has no effect except a log entry.
 
     Raises:
-        ValueError: If devices are empty or repeated, if their number or `replicas_per_device` is
-            below 1, if `axis_name` is empty, or if `AllReduce` is used with devices of several
-            types.
+        ValueError: If devices are empty or repeated, if their number, `replicas` or
+            `replicas_per_device` is below 1, if `axis_name` is empty, or if `AllReduce` or
+            `replicas` is used with devices of several types. If `replicas` is used with
+            `replicas_per_device`, or with other collectives than `AllReduce`.
         InvalidDeviceError: If the machine does not have a device, or as many devices; the number of
             host devices cannot change after JAX has started.
         TypeError: If an argument has the wrong type.
@@ -76,6 +91,8 @@ class MirroredStrategy(Strategy):
     (CpuDevice(id=0), CpuDevice(id=1))
     >>> MirroredStrategy(["/cpu:1", "/cpu:3"]).num_replicas_in_sync
     2
+    >>> MirroredStrategy(["/cpu:1"], replicas=8).num_replicas_in_sync
+    8
     """
 
     @api_boundary
@@ -84,6 +101,7 @@ class MirroredStrategy(Strategy):
         devices: Sequence[DeviceLike] | int | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         *,
+        replicas: int | None = None,
         replicas_per_device: int = 1,
         axis_name: str = REPLICA_AXIS,
         shard_update: bool = False,
@@ -93,17 +111,52 @@ class MirroredStrategy(Strategy):
             raise TypeError(expected("shard_update", shard_update, "True or False", fix))
         require_int("replicas_per_device", replicas_per_device)
         require_axis_name(axis_name)
+        if replicas is not None:
+            require_can_fix(replicas, replicas_per_device, cross_device_ops)
         if isinstance(devices, int | np.integer) and not isinstance(devices, bool):
             distinct = first_devices(int(devices))
         else:
             distinct = canonicalize_replica_devices(devices)
+        if replicas is not None:
+            distinct, replicas_per_device = _spread(replicas, distinct)
         replica_devices = tuple(d for d in distinct for _ in range(replicas_per_device))
-        replicas = ReplicaDevices(replica_devices, axis_name=axis_name)
+        placed = ReplicaDevices(replica_devices, axis_name=axis_name, in_turn=replicas is not None)
         ops = default_ops(replica_devices) if cross_device_ops is None else cross_device_ops
-        if replicas.are_mixed:
-            replicas = ReplicaDevices(replica_devices, reduce_device(ops), axis_name)
-        super().__init__(replicas, ops, shard_update=shard_update)
+        if placed.are_mixed:
+            placed = ReplicaDevices(replica_devices, reduce_device(ops), axis_name)
+        super().__init__(placed, ops, shard_update=shard_update)
         _logger.info("Using MirroredStrategy with devices %s", backend.names(replica_devices))
+
+    @api_boundary
+    def resize(self, devices: Sequence[DeviceLike] | int) -> "MirroredStrategy":
+        """Returns a strategy that runs the same replicas on other devices, with the same bits.
+
+        Between two steps, continue with the new strategy: its `run` moves the state. Distribute
+        the dataset with it again.
+
+        Args:
+            devices: The devices, or their number; see `MirroredStrategy`.
+
+        Raises:
+            ValueError: If the strategy was created without `replicas=`: its number of replicas is
+                the number of devices, and other devices would cut the batch otherwise.
+
+        >>> strategy = mirror.MirroredStrategy(2, replicas=2)
+        >>> strategy.resize(1).num_replicas_in_sync
+        2
+        """
+        if not self._replicas.in_turn:
+            n = self.num_replicas_in_sync
+            raise ValueError(
+                "resize keeps the number of replicas, but this strategy has one replica per "
+                f"device. Create it with mirror.MirroredStrategy(devices, replicas={n})."
+            )
+        return MirroredStrategy(
+            devices,
+            self._cross_device_ops,
+            replicas=self.num_replicas_in_sync,
+            axis_name=self._replicas.axis_name,
+        )
 
     def _make_single_replica(self) -> Strategy:
         return OneDeviceStrategy(self.devices[0], axis_name=self._replicas.axis_name)
@@ -159,6 +212,51 @@ def require_axis_name(name: object) -> None:
         raise TypeError(expected("axis_name", name, "a string", fix))
     if not name:
         raise ValueError("`axis_name` must not be empty. Pass a name, e.g. axis_name='batch'.")
+
+
+def require_can_fix(replicas: int, replicas_per_device: int, ops: CrossDeviceOps | None) -> None:
+    """Rejects arguments that do not go with a fixed number of replicas; prepares the threads."""
+    require_int("replicas", replicas)
+    if replicas_per_device != 1:
+        raise ValueError(
+            f"Pass replicas={replicas} or replicas_per_device={replicas_per_device}, not both: the "
+            "first fixes the number of replicas, whatever the number of devices is."
+        )
+    if ops is not None and not isinstance(ops, AllReduce):
+        raise ValueError(
+            f"replicas={replicas} adds values in an order of its own, so that the number of "
+            f"devices does not change the results, but cross_device_ops is {ops!r}. Omit one of "
+            "them."
+        )
+    raise_num_cpu_threads(replicas)
+
+
+def _spread(replicas: int, devices: tuple[jax.Device, ...]) -> tuple[tuple[jax.Device, ...], int]:
+    """Returns the devices that run a fixed number of replicas, and the number on each of them.
+
+    Raises:
+        ValueError: If the devices are of several types, which compute different bits.
+    """
+    if len({backend.type_of(device) for device in devices}) > 1:
+        raise ValueError(
+            f"replicas={replicas} gives the same bits on any number of devices of one type, but "
+            f"{backend.names(devices)} are of several types. Pass devices of one type."
+        )
+    if backend.type_of(devices[0]) == "CPU":
+        warn_about_threads(replicas)
+    count = max(n for n in range(1, len(devices) + 1) if replicas % n == 0)
+    if count < len(devices):
+        many = counted(replicas, "replica")
+        text = (
+            f"{many} on {counted(len(devices), 'device')}: {counted(count, 'device')} will be "
+            f"used, the largest number that divides {replicas}."
+        )
+        if -(-replicas // len(devices)) < replicas // count:
+            fix = f"Pass replicas={len(devices) * -(-replicas // len(devices))} to use all."
+            warnings.warn(f"{text} {fix}", stacklevel=depth_of_user())
+        else:  # which takes no longer
+            _logger.info("%s", text)
+    return devices[:count], replicas // count
 
 
 @functools.cache

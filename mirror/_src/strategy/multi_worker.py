@@ -3,13 +3,14 @@
 import functools
 import logging
 import time
+from collections.abc import Sequence
 from typing import final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mirror._src.base.errors import first_line, require_int
+from mirror._src.base.errors import counted, first_line, require_int
 from mirror._src.base.modules import set_module
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.types import REPLICA_AXIS
@@ -18,10 +19,11 @@ from mirror._src.cluster.preflight import visible_devices
 from mirror._src.cluster.resolvers import ClusterResolver
 from mirror._src.devices import backend
 from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.devices.settings import warn_about_threads
 from mirror._src.engine.all_reduce import AllReduce
 from mirror._src.engine.choice import default_ops
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
-from mirror._src.strategy.mirrored import OneDeviceStrategy, require_axis_name
+from mirror._src.strategy.mirrored import OneDeviceStrategy, require_axis_name, require_can_fix
 from mirror._src.strategy.strategy import Strategy
 
 _logger = logging.getLogger("mirror")
@@ -49,6 +51,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_resolver: Finds the addresses of the processes; see `mirror.distributed.initialize`.
         cross_device_ops: Implementation of the collectives; `AllReduce()` by default. One of your
             own must override `reduce_stacked`.
+        replicas: Number of replicas, a multiple of the number of devices of all processes; see
+            `MirroredStrategy`.
         replicas_per_device: Number of replicas on each device; see `MirroredStrategy`.
         axis_name: Name of the replica axis inside steps; see `MirroredStrategy`.
 
@@ -57,8 +61,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             other, or if they differ in versions, settings or number of devices.
         NotImplementedError: If `cross_device_ops` reduces on the host, and there are several
             processes.
-        ValueError: If the cluster does not have this process, `replicas_per_device` is below 1, or
-            `axis_name` is empty.
+        ValueError: If the cluster does not have this process, `replicas` or `replicas_per_device`
+            is below 1, the devices do not divide `replicas`, or `axis_name` is empty.
         TypeError: If an argument has the wrong type.
 
     >>> strategy = mirror.MultiWorkerMirroredStrategy()  # without TF_CONFIG: one process
@@ -72,17 +76,22 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_resolver: ClusterResolver | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         *,
+        replicas: int | None = None,
         replicas_per_device: int = 1,
         axis_name: str = REPLICA_AXIS,
     ) -> None:
         require_int("replicas_per_device", replicas_per_device)
         require_axis_name(axis_name)
+        if replicas is not None:
+            require_can_fix(replicas, replicas_per_device, cross_device_ops)
         start.initialize(cluster_resolver)
         distinct = _devices()
+        if replicas is not None:
+            replicas_per_device = _turns(replicas, distinct)
         devices = tuple(d for d in distinct for _ in range(replicas_per_device))
-        replicas = ReplicaDevices(devices, axis_name=axis_name)
+        placed = ReplicaDevices(devices, axis_name=axis_name, in_turn=replicas is not None)
         ops = default_ops(devices) if cross_device_ops is None else cross_device_ops
-        super().__init__(replicas, ops)
+        super().__init__(placed, ops)
         _logger.info(
             "Using MultiWorkerMirroredStrategy on process %s of %s with devices %s",
             store.process_index(),
@@ -109,6 +118,25 @@ class MultiWorkerMirroredStrategy(Strategy):
         if is_exact and self._replicas.replicas_per_device == 1:
             return self
         return MultiWorkerMirroredStrategy(None, AllReduce(), axis_name=self._replicas.axis_name)
+
+
+def _turns(replicas: int, devices: Sequence[jax.Device]) -> int:
+    """Returns the number of replicas on each device of a job.
+
+    Raises:
+        ValueError: If the devices do not divide the replicas: no process may be without any.
+    """
+    if backend.type_of(devices[0]) == "CPU":
+        warn_about_threads(replicas)
+    num_devices = len(devices)
+    if replicas % num_devices:
+        most = num_devices * -(-replicas // num_devices)
+        raise ValueError(
+            f"The processes have {counted(num_devices, 'device')} together, which do not divide "
+            f"replicas={replicas}. Pass a multiple, such as replicas={most}, or start processes "
+            "with other numbers of devices."
+        )
+    return replicas // num_devices
 
 
 @functools.cache

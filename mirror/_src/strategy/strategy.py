@@ -111,6 +111,7 @@ class Strategy(abc.ABC):
         self._runner = Runner(self, replicas, cross_device_ops, shard_update=shard_update)
         strategies.add(self)
         self._single_replica: Strategy | None = None
+        self._on_one_device: Runner | None = None
         self._one_per_device: Strategy | None = None
 
     @property
@@ -601,6 +602,9 @@ class Strategy(abc.ABC):
         the concatenation of the replicas' batches. A per-replica result is compared if it has one
         row per example; otherwise, one device computes no counterpart.
 
+        With a fixed number of replicas, `MirroredStrategy(replicas=)`, one device also runs all
+        replicas in turn, and must compute the same bits.
+
         Args:
             fn: Step, as for `run`. Or a Keras model that was created in this scope, compiled and
                 built: what is compared is its training step.
@@ -615,7 +619,8 @@ class Strategy(abc.ABC):
             A report with one row per result and per changed variable; `print` it.
 
         Raises:
-            VerifyError: If leaves differ by more than `rtol`; the message names them.
+            VerifyError: If leaves differ by more than `rtol`, or in bits with a fixed number of
+                replicas; the message names them.
             ReplicaDivergenceError: As for `run`.
             RuntimeError: If called inside a replica or another strategy's scope.
             ValueError: If a `PerReplica` leaf has no batch axis. If a Keras model is not compiled
@@ -635,7 +640,8 @@ class Strategy(abc.ABC):
                 fn, self.scope(), self._single_runner().replicas, args, kwargs, rtol
             )
         rtol = checks.rtol_of() if rtol is None else rtol
-        return checks.verify(self._runner, self._single_runner(), fn, args, kwargs, rtol)
+        single, in_turn = self._single_runner(), self._runner_in_turn()
+        return checks.verify(self._runner, single, fn, args, kwargs, rtol, in_turn=in_turn)
 
     @final
     @api_boundary
@@ -741,6 +747,16 @@ class Strategy(abc.ABC):
         if self._single_replica is None:
             self._single_replica = self._make_single_replica()
         return self._single_replica._runner
+
+    def _runner_in_turn(self) -> Runner | None:
+        """The runner of a fixed number of replicas on one device; None if there is no other."""
+        if not self._replicas.in_turn or self._spans_processes or len(self._replicas.distinct) == 1:
+            return None
+        if self._on_one_device is None:
+            self._on_one_device = Runner(
+                self, self._replicas.on_first(), self._cross_device_ops, shard_update=False
+            )
+        return self._on_one_device
 
     def _require_one_process(self, method: str, fix: str) -> None:
         if self._replicas.spans_processes:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, final
@@ -10,7 +11,10 @@ import jax
 import numpy as np
 
 from mirror._src.base.errors import require_int
+from mirror._src.base.naming import depth_of_user
 from mirror._src.devices.launch import wait_for
+from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.devices.settings import get_num_cpu_threads
 from mirror._src.training.history import History
 from mirror._src.training.objective import LOSS, Sums, number_of
 
@@ -178,10 +182,12 @@ class Position:
         meter: Metrics of the current epoch.
         history: Metrics of the completed epochs.
         callbacks: States of the callbacks, by name.
+        bits: With `replicas=`, what else decides the bits of the weights; see `bits_of`.
     """
 
     def __init__(self) -> None:
         self.step = 0
+        self.bits: dict[str, str] = {}
         self.begin(0)
 
     def begin(self, epoch: int) -> None:
@@ -222,6 +228,7 @@ class Position:
             "meter": self.meter.to_dict(),
             "history": self.history.to_dict(),
             "callbacks": self.callbacks,
+            "bits": self.bits,
         }
 
     @classmethod
@@ -245,6 +252,38 @@ class Position:
         return position
 
 
+def bits_of(replicas: ReplicaDevices) -> dict[str, str]:
+    """Returns what decides the bits of a training with a fixed number of replicas; else nothing."""
+    if not replicas.in_turn:
+        return {}
+    device = replicas.devices[0]
+    facts = {"replicas": str(len(replicas)), "JAX": jax.__version__, "device": device.device_kind}
+    if device.platform == "cpu":
+        facts["threads of host devices"] = str(get_num_cpu_threads())
+    return facts
+
+
+def warn_of_other_bits(saved: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Warns if a training with a fixed number of replicas continues with other bits."""
+    changed = [
+        f"{name}: {value}, now {now.get(name, 'not fixed')}"
+        for name, value in saved.items()
+        if now.get(name) != value
+    ]
+    if changed:
+        warnings.warn(
+            "Training continues with other bits than before the checkpoint, because these have "
+            f"changed: {'; '.join(changed)}.",
+            stacklevel=depth_of_user(),
+        )
+
+
+def _strings(facts: dict[str, str]) -> dict[str, str]:
+    if not all(isinstance(fact, str) for fact in facts.values()):
+        raise ValueError("a value is not a string")
+    return dict(facts)
+
+
 def _callbacks(states: dict[str, Any]) -> dict[str, Any]:
     if not all(isinstance(state, dict) for state in states.values()):
         raise ValueError("a state is not a dict")
@@ -255,6 +294,7 @@ _PARTS = {
     "meter": MetricAccumulator.from_dict,
     "history": History.from_dict,
     "callbacks": _callbacks,
+    "bits": _strings,
 }
 
 

@@ -143,7 +143,8 @@ class LocalSteps:
         require_cross_replica(self._strategy, "verify", "Call it outside the step.")
         runners = self._strategy._runner, self._strategy._single_runner()
         step, arguments = self._call(batch)
-        return verify(*runners, step, arguments, {}, rtol, self._alone)
+        in_turn = self._strategy._runner_in_turn()
+        return verify(*runners, step, arguments, {}, rtol, self._alone, in_turn)
 
     def _alone(self, tree: PyTree) -> tuple[Callable[..., Sums], PyTree]:
         """Returns the step of one device, which neither pads a batch nor splits it."""

@@ -60,7 +60,9 @@ from mirror._src.training.progress import (
     MOST_RUNNING,
     MetricAccumulator,
     Position,
+    bits_of,
     starting_position,
+    warn_of_other_bits,
 )
 from mirror._src.training.row_check import RowCheck
 from mirror._src.training.runners import (
@@ -676,6 +678,7 @@ class Trainer(Generic[M]):
             snapshot.write(self._objects, arrays, self._local._replicas)
             self._position, self._resumes = position, True
             self._runner.has_lost_values = False
+        warn_of_other_bits(position.bits, bits_of(self._local._replicas))
 
     def _read(self, directory: str | Path, step: int | str) -> tuple[Position, Mapping[str, Any]]:
         """Returns the position and the arrays of a checkpoint that matches the model."""
@@ -697,6 +700,7 @@ class Trainer(Generic[M]):
             else:
                 self._loop.collect()
                 self._loop.remember_callbacks()
+            self._position.bits = bits_of(self._local._replicas)
             return snapshot.read(self._objects), self._position.to_dict()
 
     @contextlib.contextmanager

@@ -1,0 +1,84 @@
+"""A fixed number of replicas: the same bits on any number of devices, and in any processes.
+
+The programs run in processes of their own: the settings of the tests would prove nothing.
+"""
+
+import re
+
+import pytest
+
+from tests.support import fresh, processes
+from tests.support.conformance import STEPS
+from tests.support.models import TRAININGS
+
+REAL = [path.stem for path in (fresh.ROOT / "tests/real_programs").glob("[a-z]*.py")]
+REAL.remove("harness")
+
+
+def bits(devices, names):
+    """Returns the hashes of each program, one for each number of devices."""
+    code = f"from tests.programs import same_bits; same_bits.main({devices}, {list(names)})"
+    output = fresh.run(code, environment={"JAX_NUM_CPU_DEVICES": "8"})
+    found: dict[str, list[str]] = {}
+    for line in output.splitlines():
+        if line.startswith("bits|"):
+            _, name, digest = line.split("|")
+            found.setdefault(name, []).append(digest)
+    assert list(found) == list(names)
+    assert all(len(digests) == len(devices) for digests in found.values())
+    return found
+
+
+def assert_equal(found):
+    assert not {name: digests for name, digests in found.items() if len(set(digests)) > 1}
+
+
+def assert_all_equal(found):
+    assert len({digest for digests in found.values() for digest in digests}) == 1, found
+
+
+def test_some_programs_on_eight_devices_and_one():
+    assert_equal(bits([8, 1], ["nnx-MLP"]))
+
+
+@pytest.mark.slow
+def test_models_and_a_trainer_that_resumes_elsewhere():
+    assert_equal(bits([8, 4, 1], ["nnx-CNN", "nnx-SyncBatchNorm momentum"]))
+    assert_equal(bits([4, 1], ["nanogpt"]))
+    assert_all_equal(bits([8], ["trainer", "history 1"]))
+    assert_all_equal(bits([8], ["resizes", *(f"resizes {i}" for i in range(5))]))
+
+
+@pytest.mark.slow
+def test_all_collectives():
+    assert_equal(bits([4, 2, 1], list(STEPS)))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("names", [REAL[:5], REAL[5:9], REAL[9:]], ids=str)
+def test_real_programs(names):
+    assert_equal(bits([4, 2, 1], names))
+
+
+@pytest.mark.nightly
+def test_all_models_and_many_histories():
+    models = [f"{kind} {optimizer}" for kind in TRAININGS for optimizer in ("sgd", "adam")]
+    assert_equal(bits([8, 4, 2, 1], models))
+    assert_all_equal(bits([8], ["trainer", *(f"history {i}" for i in range(10))]))
+    assert_all_equal(bits([8], ["resizes", *(f"resizes {i}" for i in range(100))]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layouts",
+    [[(2, 1)], pytest.param([(1, 2), (2, 2), (4, 1), (4, 2)], marks=pytest.mark.nightly)],
+    ids=str,
+)
+def test_in_several_processes(layouts):
+    (wanted,) = set(bits([8, 1], ["nnx-MLP"])["nnx-MLP"])
+    for count, devices in layouts:
+        ended = processes.run_program(
+            "several_bits", processes=count, devices=devices, after_failure=15
+        )
+        for output in processes.outputs_of(ended):
+            assert re.findall(r"^bits: (\w+)$", output, re.MULTILINE) == [wanted]

@@ -1,0 +1,204 @@
+"""`MirroredStrategy(replicas=)`: arguments, reports and warnings. For bits, see `test_bits`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mirror
+from tests.support import fresh
+from tests.support.inside import pretended_types
+from tests.support.messages import raises
+from tests.support.strategies import ON_HOST, cpu_strategy
+
+HOST = "threads of host devices"
+
+
+def rows(strategy, *shape):
+    values = np.arange(np.prod((strategy.num_replicas_in_sync, *shape)), dtype=np.float32)
+    return mirror.PerReplica.from_stacked(values.reshape(-1, *shape))
+
+
+def total(x):
+    return mirror.all_reduce("sum", x)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "available", "used"), [(8, 3, 2), (8, 5, 4), (6, 5, 3), (2, 4, 2), (7, 2, 1)]
+)
+@pytest.mark.filterwarnings("ignore:.*will be used")
+def test_the_largest_number_of_devices_that_divides_the_replicas(replicas, available, used):
+    strategy = cpu_strategy(available, replicas=replicas)
+    assert strategy.num_replicas_in_sync == replicas
+    assert len(set(strategy.devices)) == used
+    x = rows(strategy, 3)
+    np.testing.assert_array_equal(strategy.run(total, (x,)), np.asarray(x.stacked).sum(0))
+
+
+def test_a_warning_if_fewer_devices_take_longer():
+    with pytest.warns(UserWarning, match=r"8 replicas on 3 devices: 2 .* replicas=9 to use all"):
+        cpu_strategy(3, replicas=8)
+
+
+def test_replicas_are_numbered_over_the_devices():
+    strategy = cpu_strategy(2, replicas=4)
+    ids = strategy.run(lambda: jax.lax.axis_index(mirror.REPLICA_AXIS))
+    assert [int(x) for x in ids.values] == [0, 1, 2, 3]
+    assert strategy.devices == tuple(jax.devices("cpu")[i] for i in (0, 0, 1, 1))
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, "8"])
+def test_a_number_that_is_none(value):
+    with raises((ValueError, TypeError), names="replicas"):
+        mirror.MirroredStrategy(2, replicas=value)
+
+
+def test_arguments_that_do_not_go_with_it():
+    with raises(ValueError, names=("replicas=4", "replicas_per_device=2")):
+        mirror.MirroredStrategy(2, replicas=4, replicas_per_device=2)
+    with raises(ValueError, names=("replicas=4", "cross_device_ops"), fix="Omit"):
+        mirror.MirroredStrategy(2, ON_HOST, replicas=4)
+    with pretended_types(["CPU", "GPU"]), raises(ValueError, names="several types"):
+        mirror.MirroredStrategy(jax.devices("cpu")[:2], replicas=4)
+
+
+def test_shard_update_has_no_effect_and_says_so(caplog):
+    with caplog.at_level("INFO", logger="mirror"):
+        assert not cpu_strategy(2, replicas=2, shard_update=True).shard_update
+    assert "the number of replicas is fixed" in caplog.text
+
+
+def test_resize_keeps_the_state_and_accepts_batches_of_before():
+    strategy = cpu_strategy(4, replicas=4)
+    with strategy.scope():
+        model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    (batch,) = strategy.distribute_dataset([np.ones((8, 3), np.float32)])
+
+    def step(model, x):
+        return mirror.all_reduce("mean", model(x).sum())
+
+    before = strategy.run(step, (model, batch))
+    smaller = strategy.resize(jax.devices("cpu")[1:2])
+    assert (len(set(smaller.devices)), smaller.num_replicas_in_sync) == (1, 4)
+    np.testing.assert_array_equal(smaller.run(step, (model, batch)), before)
+    smaller.check_mirrored(model)
+    with raises(ValueError, names="resize", fix="replicas=2"):
+        cpu_strategy(2).resize(1)
+
+
+def test_inspect_names_what_the_host_decides():
+    strategy = cpu_strategy(2, replicas=2)
+    shape = jax.ShapeDtypeStruct((), np.float32)
+
+    def asks(x):
+        jax.debug.print("{}", x)
+        return mirror.all_reduce("sum", jax.pure_callback(lambda x: x, shape, x.sum()))
+
+    x = rows(strategy, 3)
+    report = strategy.inspect(asks, (x,))
+    (found,) = report.device_dependent
+    assert found.startswith("pure_callback at ")
+    assert "the number of devices may change pure_callback" in report.heading
+    same = strategy.inspect(total, (x,))
+    assert same.device_dependent == ()
+    assert same.heading.endswith("same bits on any number of devices")
+    assert cpu_strategy(2).inspect(total, (x,)).device_dependent is None
+
+
+def test_verify_compares_bits_with_one_device():
+    strategy = cpu_strategy(2, replicas=2)
+    x = rows(strategy, 4)
+    report = strategy.verify(lambda x: mirror.all_reduce("mean", jnp.tanh(x).mean()), (x,))
+    assert report.same_bits
+    assert "same bits" in str(report)
+    assert (
+        cpu_strategy(1, replicas=2).verify(lambda x: total(x.mean()), (x,), rtol=2).same_bits
+        is None
+    )
+    calls = []
+
+    def counts(x):
+        number = jax.pure_callback(
+            lambda x: np.float32(calls.append(1) or len(calls)),
+            jax.ShapeDtypeStruct((), np.float32),
+            x.sum(),
+        )
+        return mirror.all_reduce("mean", x.mean() + number)
+
+    with raises(mirror.VerifyError, names=("result", "number of devices"), fix="inspect"):
+        strategy.verify(counts, (x,))
+
+
+def trainer_of(strategy):
+    def losses(model, batch):
+        return optax.squared_error(model(batch["x"]), batch["y"])[:, 0]
+
+    with strategy.scope():
+        return mirror.Trainer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), losses)
+
+
+def test_a_restore_says_what_the_bits_depend_on(tmp_path):
+    data = {"x": np.ones((8, 3), np.float32), "y": np.ones((8, 1), np.float32)}
+    trainer = trainer_of(cpu_strategy(2, replicas=4))
+    trainer.fit(data, batch_size=4, progress=False)
+    trainer.save(tmp_path)
+    trainer_of(cpu_strategy(1, replicas=4)).restore(tmp_path)  # a warning would fail the test
+    with pytest.warns(UserWarning, match="replicas: 4, now 2"):
+        trainer_of(cpu_strategy(2, replicas=2)).restore(tmp_path)
+    with pytest.warns(UserWarning, match="replicas: 4, now not fixed; JAX: "):
+        trainer_of(cpu_strategy(2)).restore(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_strategy_sets_the_number_of_threads_before_jax_starts():
+    fresh.run("""
+        import warnings, mirror
+        warnings.simplefilter("error")
+        before = mirror.config.get_num_cpu_threads()
+        mirror.MirroredStrategy(2, replicas=32)
+        assert mirror.config.get_num_cpu_threads() == max(before, 32)
+        mirror.config.set_num_cpu_threads(max(before, 32))
+    """)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "start", "words"),
+    [
+        ({"PJRT_NPROC": "2"}, "", "PJRT_NPROC=2 is too small"),
+        ({}, "mirror.config.set_num_cpu_threads(3)", "3 threads"),
+        ({"PJRT_NPROC": "3"}, "jax.devices()", "3 threads"),
+    ],
+)
+def test_a_warning_if_the_number_of_threads_depends_on_the_devices(environment, start, words):
+    output = fresh.run(
+        f"""
+        import jax, warnings, mirror
+        {start}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            mirror.MirroredStrategy(["/cpu:0"], replicas=8)
+        print([str(warning.message) for warning in caught])
+        """,
+        environment=environment,
+    )
+    assert words in output
+    assert "set_num_cpu_threads(8)" in output
+
+
+@pytest.mark.slow
+def test_the_number_of_threads_cannot_change_after_jax_has_started():
+    output = fresh.run("""
+        import jax, mirror
+        mirror.config.set_num_cpu_threads(5)
+        assert mirror.config.get_num_cpu_threads() == 5
+        jax.devices()
+        mirror.config.set_num_cpu_threads(5)
+        try:
+            mirror.config.set_num_cpu_threads(6)
+        except RuntimeError as error:
+            print(error)
+    """)
+    assert "The number of threads cannot be modified" in output
