@@ -372,7 +372,7 @@ MEMBERS = {
     "DistributedDataset": "element_spec padded peek set_epoch source",
     "PerReplica": "dtype from_stacked num_replicas shapes stacked values",
     "EqualityReport": "heading reasons verdict",
-    "VerifyReport": "largest",
+    "VerifyReport": "largest same_bits",
     "debugging": "set_log_device_placement visualize_placement watch",
 }
 
