@@ -37,6 +37,7 @@ def undisturbed():
     ("options", "part"),
     [
         ({"steps_per_execution": 2}, "steps_per_execution=2"),
+        ({"require_equal": True}, "require_equal=True"),
         ({"precision": "float16"}, "loss_scale"),
         ({"loss_scale": mirror.LossScale()}, "loss_scale"),
         ({"stall_secs": 5}, "stall_secs=5"),

@@ -146,7 +146,7 @@ def _outputs(call: Call, analysis: Analysis, single: Runner, n: int) -> list[_Ou
     traced, plan = analysis.traced, analysis.plan
     step = traced.function
     inputs, types = _inputs(call, step.avals, step.per_replica, n)
-    alone = single.traced_as(call, types)
+    alone = single.traced_as(call, types, step.group.cross_device_ops)
     finish, finish_alone = analysis.finish, average_and_merge(alone, plan)
     assert finish is not None
 

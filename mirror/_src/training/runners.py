@@ -114,17 +114,43 @@ class LocalSteps:
     most_running = MOST_RUNNING
     may_fail_later = has_lost_values = False
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: Training, *, require_equal: bool = False) -> None:
         self._training, self._strategy = training, training.strategy
+        self._proved: set[Any] | None = set() if require_equal else None
         self.multiple = training.accumulate_steps
         self._group_step = steps.repeated(training.step)
 
     def run(self, batch: PaddedBatch) -> Sums:
         """See `StepRunner.run`."""
+        if self._proved is not None:
+            self._require_equal(batch, self._proved)
         step, arguments = self._call(batch)
         sums: Sums = self._strategy.run(step, arguments)
         self._training.warn_after_trace(step, arguments)
         return sums
+
+    def _require_equal(self, batch: PaddedBatch, proved: set[Any]) -> None:
+        """Checks that a step is proved to equal one device, once for batches of these shapes.
+
+        Raises:
+            ValueError: If it is not. The message names the operation.
+        """
+        leaves: list[Any]
+        tree: Any
+        leaves, tree = jax.tree.flatten((batch.batch, batch.mask), is_leaf=is_per_replica)
+        is_group = batch.mask.stacked.ndim == 3
+        # The shapes of a replica's batch; only the shapes count.
+        shapes = [(leaf.stacked.shape[1 + is_group :], leaf.dtype) for leaf in leaves]
+        if (key := (tree, tuple(shapes))) in proved:
+            return
+        n = self._strategy.num_replicas_in_sync
+        arrays = [PerReplica.from_stacked(np.zeros((n, *shape), dtype)) for shape, dtype in shapes]
+        model, optimizer, *scales = self._training.objects.values()
+        arguments = (model, optimizer, *tree.unflatten(arrays), *scales)
+        report = self._strategy.inspect(self._training.whole_step, arguments).equals_one_device
+        if report.verdict != "equal":
+            raise ValueError(f"require_equal=True, but:\n{report}")
+        proved.add(key)
 
     def _call(self, batch: PaddedBatch) -> tuple[Callable[..., Sums], tuple[Any, ...]]:
         """Returns the step for a batch, or a group of them, and its arguments."""
@@ -213,7 +239,12 @@ class RemoteStrategy(abc.ABC):
 
 
 def require_local_options(
-    kind: str, *, steps_per_execution: int, loss_scale: object, stall_secs: float | None
+    kind: str,
+    *,
+    steps_per_execution: int,
+    loss_scale: object,
+    stall_secs: float | None,
+    require_equal: bool,
 ) -> None:
     """Rejects what a trainer cannot do if its steps run in other processes.
 
@@ -232,6 +263,10 @@ def require_local_options(
         f"stall_secs={stall_secs}": (
             stall_secs is not None,
             "Steps run on the workers, which the strategy watches. Omit it.",
+        ),
+        "require_equal=True": (
+            require_equal,
+            "Servers join what the workers compute, which is not traced. Use trainer.verify.",
         ),
     }
     for option, (is_set, fix) in fixes.items():

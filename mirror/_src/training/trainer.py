@@ -12,7 +12,7 @@ from flax import nnx
 
 from mirror._src.base import interrupts
 from mirror._src.base.closing import closing
-from mirror._src.base.errors import counted, describe, require_int, require_secs
+from mirror._src.base.errors import counted, describe, expected, require_int, require_secs
 from mirror._src.base.modules import set_module
 from mirror._src.base.tables import Table
 from mirror._src.base.tracebacks import api_boundary
@@ -159,6 +159,9 @@ class Trainer(Generic[M]):
             `loss_scale` and `skipped`, the means over the steps.
         stall_secs: Number of seconds after which `fit`, `evaluate` and `predict` report a step that
             has not ended and raise `mirror.StalledError`; see `mirror.debugging.watch`.
+        require_equal: Whether `fit` raises `ValueError` before the first step unless the step is
+            proved to compute what one device computes on the whole batch. Dropout with `nnx.Rngs`
+            does not: its numbers depend on the number of replicas.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -202,6 +205,7 @@ class Trainer(Generic[M]):
         precision: PrecisionName | None = None,
         loss_scale: LossScaleArgument = None,
         stall_secs: float | None = None,
+        require_equal: bool = False,
     ) -> None:
         if not isinstance(model, nnx.Module):
             raise TypeError(
@@ -220,6 +224,9 @@ class Trainer(Generic[M]):
         require_int("steps_per_execution", steps_per_execution)
         self.accumulate_steps = int(accumulate_steps)
         self.steps_per_execution = int(steps_per_execution)
+        if not isinstance(require_equal, bool):
+            fix = "Pass require_equal=True, or omit it."
+            raise TypeError(expected("require_equal", require_equal, "a bool", fix))
         self.precision, self._precision = precision, Precision(precision)
         self.loss_scale = loss_scale_of(loss_scale, precision)
         self._stall_secs = None if stall_secs is None else require_secs("stall_secs", stall_secs)
@@ -247,10 +254,11 @@ class Trainer(Generic[M]):
                 steps_per_execution=self.steps_per_execution,
                 loss_scale=self.loss_scale,
                 stall_secs=stall_secs,
+                require_equal=require_equal,
             )
             self._runner = self.strategy.step_runner(self._training)
         else:
-            self._runner = LocalSteps(self._training)
+            self._runner = LocalSteps(self._training, require_equal=require_equal)
         self._local = local
         self._rows = RowCheck(local, self.accumulate_steps)
         self._trained_examples = steps.examples_of(self._objective, in_training=True)

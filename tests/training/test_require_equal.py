@@ -1,0 +1,105 @@
+"""`Trainer(require_equal=True)`: trains only if every step is proved to equal one device."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import mirror
+from tests.support.messages import raises
+from tests.support.strategies import cpu_strategy, each_executor
+from tests.support.tables import rows
+
+SIZE, NUM_CLASSES = 21, 4
+RNG = np.random.RandomState(0)
+X = RNG.randn(SIZE, 6).astype(np.float32)
+Y = RNG.randint(0, NUM_CLASSES, SIZE)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs, rate=0.0):
+        self.first = nnx.Linear(6, 8, rngs=rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+        self.last = nnx.Linear(8, NUM_CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.dropout(nnx.relu(self.first(x))))
+
+
+def losses(model, batch):
+    x, y = batch
+    return optax.softmax_cross_entropy_with_integer_labels(model(x), y)
+
+
+def with_accuracy(model, batch):
+    x, y = batch
+    logits = model(x)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
+    return losses, {"accuracy": jnp.argmax(logits, -1) == y}
+
+
+def weighted(model, batch):
+    return mirror.Weighted(losses(model, batch), (batch[1] > 0).astype(np.float32))
+
+
+def by_its_own_sum(model, batch):
+    found = losses(model, batch)
+    return found / jnp.where(mirror.example_mask(found), found, 0).sum()
+
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+EQUAL = {
+    "losses": (losses, {}),
+    "metrics": (with_accuracy, {}),
+    "weighted": (weighted, {}),
+    "clipped": (losses, {"tx": CLIPPED}),
+    "pieces": (losses, {"accumulate_steps": 2}),
+    "groups": (losses, {"steps_per_execution": 2}),
+    "half precision": (losses, {"precision": "bfloat16"}),
+    "loss scale": (losses, {"precision": "float16"}),
+    "class weights": (
+        losses,
+        {"class_weight": {0: 2.0}, "labels": lambda batch: batch[1], "num_classes": NUM_CLASSES},
+    ),
+    "penalty": (losses, {"penalty": lambda model: jnp.sum(model.last.kernel[...] ** 2)}),
+    "named": ("sparse_categorical_crossentropy", {"metrics": ["accuracy"]}),
+}
+
+
+def trained(strategy, loss_fn, *, rate=0.0, tx=None, **options):
+    with strategy.scope():
+        model = Net(nnx.Rngs(0), rate)
+        tx = optax.adam(1e-3) if tx is None else tx
+        trainer = mirror.Trainer(model, tx, loss_fn, require_equal=True, **options)
+    data = mirror.data.from_arrays((X, Y), batch_size=8)
+    return trainer.fit(data, epochs=1, progress=False)
+
+
+@pytest.mark.filterwarnings("ignore:The per-example losses")
+@rows("name", list(EQUAL))
+def test_what_a_trainer_adds_is_proved(name, two):
+    loss_fn, options = EQUAL[name]
+    assert trained(two, loss_fn, **options)["loss"]
+
+
+@pytest.mark.slow
+@rows("strategy", each_executor)
+def test_every_executor_trains(strategy):
+    assert trained(strategy, losses)["loss"]
+
+
+def test_steps_that_differ_do_not_run(two):
+    with raises(ValueError, names=["require_equal=True", "test_require_equal.py"]):
+        trained(two, by_its_own_sum)
+    with raises(ValueError, names="test_require_equal.py", fix="mirror.example_keys(key, batch)"):
+        trained(two, losses, rate=0.5)
+
+
+def test_one_replica_always_trains():
+    assert trained(cpu_strategy(1), losses, rate=0.5)["loss"]
+
+
+def test_the_argument_is_a_bool(two):
+    with two.scope(), raises(TypeError, names="require_equal", values="'yes'"):
+        mirror.Trainer(Net(nnx.Rngs(0)), optax.sgd(0.1), losses, require_equal="yes")
