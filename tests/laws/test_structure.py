@@ -85,7 +85,7 @@ BUDGETS = {
     "keras": Size(510, 7, 7),
     "strategy": Size(930, 7, 7),
     "training": Size(5065, 34, 62),
-    "ps": Size(3983, 20, 81),
+    "ps": Size(4011, 20, 81),
     "tools": Size(3172, 41, 33),
 }
 

@@ -31,7 +31,8 @@ class LocalServers:
 
     def call_all(self, method, arguments):
         calls = zip(self.stores, arguments, strict=True)
-        return [getattr(store, method)(*each) for store, each in calls]
+        replies = [getattr(store, method)(*each) for store, each in calls]
+        return lambda: replies
 
 
 def collect(objects, placement, stores, commit):

@@ -218,15 +218,13 @@ class RayServers:
     def __init__(self, actors: Sequence[Any]) -> None:
         self._actors, self._ray = actors, import_ray()
 
-    def call_all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Calls a method of each server with its arguments, concurrently.
-
-        Raises:
-            ServerGoneError: If a server cannot be reached.
-        """
+    def call_all(
+        self, method: str, arguments: Sequence[tuple[Any, ...]]
+    ) -> Callable[[], list[Any]]:
+        """See `Servers`."""
         calls = zip(self._actors, arguments, strict=True)
         references = [getattr(actor, method).remote(*map(plain, each)) for actor, each in calls]
-        return [self._get(server, reference) for server, reference in enumerate(references)]
+        return lambda: [self._get(server, each) for server, each in enumerate(references)]
 
     def _get(self, server: int, reference: Any) -> Any:
         try:

@@ -352,11 +352,14 @@ class ServerGoneError(Exception):
 class Servers(Protocol):
     """The servers, as a worker reaches them."""
 
-    def call_all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call_all(
+        self, method: str, arguments: Sequence[tuple[Any, ...]]
+    ) -> Callable[[], list[Any]]:
         """Calls a method of each server with its arguments, concurrently.
 
-        Raises:
-            ServerGoneError: If a server cannot be reached.
+        Returns:
+            A function that waits for the replies. It raises `ServerGoneError` if a server cannot be
+            reached.
         """
         ...
 

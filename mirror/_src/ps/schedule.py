@@ -213,12 +213,20 @@ class Scheduler:
     def finished(self, number: int, result: Any) -> None:
         """Handles the result of an assignment; an unknown number is ignored."""
         assignment, task = self._release(number)
+        is_complete = False
         if assignment is not None and task is not None:
             del task.running[assignment.part]
             task.results[assignment.part] = result
-            if len(task.results) == len(task.arguments):
-                self._complete(task)
-        self._next()
+            is_complete = len(task.results) == len(task.arguments)
+        if task is None or not is_complete:
+            self._next()
+            return
+        results = self._complete(task)
+        try:
+            self._next()
+        finally:  # last: the main program, which it wakes, would delay what starts
+            if results is not None:
+                _deliver(task, results)
 
     def failed(self, number: int, error: BaseException) -> None:
         """Handles the error that the user's function raised in an assignment."""
@@ -475,8 +483,12 @@ class Scheduler:
             if self._error is not None:
                 self._withdraw()
 
-    def _complete(self, task: Task) -> None:
-        """Commits and delivers a task that has finished, and remembers it if it is a step."""
+    def _complete(self, task: Task) -> list[Any] | None:
+        """Commits a task that has finished, and remembers it if it is a step.
+
+        Returns:
+            The results of its parts; None if they were delivered before it was repeated.
+        """
         if task.is_step:
             del self._in_flight[task.number]
             if self._is_sync:
@@ -485,22 +497,20 @@ class Scheduler:
                 self._actions.commit(self.incarnation, self._commit)
         results = [task.results[part] for part in sorted(task.results)]
         task.results = {}
-        if task.number in self.unsettled:
+        is_new = self.unsettled.pop(task.number, None) is not None
+        if is_new:
             self._num_server_losses = 0
-            try:
-                self._settle(task, task.join(results))
-            except Exception as error:
-                self._settle(task, error=error)
         if self._snapshot_every and task.is_step:
             self._finished.append(task)
             self._is_due |= len(self._finished) >= self._snapshot_every
+        return results if is_new else None
 
     def _fail(self, task: Task, error: BaseException) -> None:
         """Ends a task with its error; a synchronous step is not committed."""
         if task.is_step:
             del self._in_flight[task.number]
         task.running = {}
-        self._settle(task, error=error)
+        self._settle(task, error)
         self._keep(error)
 
     def _keep(self, error: BaseException) -> None:
@@ -520,12 +530,12 @@ class Scheduler:
                 "An earlier scheduled function failed before this one ran. Handle its error, then "
                 "schedule this function again."
             )
-            self._settle(task, error=CancelledError(text))
+            self._settle(task, CancelledError(text))
 
-    def _settle(self, task: Task, value: Any = None, error: BaseException | None = None) -> None:
-        """Resolves the value of a task, unless it is a repetition."""
+    def _settle(self, task: Task, error: BaseException) -> None:
+        """Resolves the value of a task with an error, unless it is a repetition."""
         if self.unsettled.pop(task.number, None) is not None:
-            task.value._resolve(value, error)
+            task.value._resolve(error=error)
 
     def _lose(self, message: str) -> None:
         """Ends training: the servers have no values, and only `load` can give them some."""
@@ -573,3 +583,12 @@ class Scheduler:
             f"All {self._num_workers} workers are lost and will not be restarted, so scheduled"
             " functions cannot run. Check the log of Ray, and the number of machines."
         )
+
+
+def _deliver(task: Task, results: Sequence[Any]) -> None:
+    try:
+        value = task.join(results)
+    except Exception as error:
+        task.value._resolve(error=error)
+    else:
+        task.value._resolve(value)

@@ -208,6 +208,7 @@ class StepProgram:
         self._fn, self._strategy = fn, strategy
         definition, self._placement, functions = share
         self._tables = TableRows(functions, self._placement)
+        self.has_tables = bool(functions)
         self._definition = definition
         self.num_servers = len(self._placement.servers)
         with strategy.scope():

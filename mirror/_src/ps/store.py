@@ -289,7 +289,7 @@ class Store:
         """Returns a copy of the tables that the main program does not hold, or of all else."""
         assert self._definition is not None
         held = self._definition.first_rows
-        values = {
+        values: dict[str, Any] = {
             **self._trained_layout.unpack_np([*map(np.asarray, self._values)]),
             **self._moving_layout.unpack_np(self._moving),
             **self._tables,
@@ -297,7 +297,12 @@ class Store:
         leaves = jax.tree_util.tree_leaves_with_path(self._state)
         state = [each for each in leaves if (owner(each[0], held) is not None) == is_held]
         return ServerSnapshot(
-            {name: np.array(value) for name, value in values.items() if (name in held) == is_held},
+            # Only the memory of tables and state is donated to the next update.
+            {
+                name: np.array(value) if name in self._tables else value
+                for name, value in values.items()
+                if (name in held) == is_held
+            },
             {path_text(path): np.array(as_numpy(leaf)) for path, leaf in state},
             *(self._version, self._applied.ranges),
         )

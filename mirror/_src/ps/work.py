@@ -21,6 +21,7 @@ from mirror._src.ps.messages import (
     Servers,
     StepWork,
 )
+from mirror._src.ps.sparse import ServerIds
 from mirror._src.ps.step_data import as_numpy
 from mirror._src.ps.step_program import Portion, StepProgram
 from mirror._src.strategy.mirrored import MirroredStrategy
@@ -108,15 +109,24 @@ class Worker:
         weight_of = None if work.weight_of is None else self.load(work.weight_of)
         args, kwargs = self._loads(arguments)
         portion = None if weight_of is None else Portion(assignment.part, assignment.num_parts)
-        batch = program.batch(args, kwargs, portion)
-        if assignment.step is None and program.must_compile(batch):
-            # What is computed with values from before a compilation would be as many updates late
-            # as the other workers make meanwhile.
-            program.compile(batch)
         commit = assignment.commit and tuple(assignment.commit)
-        pulled = self._servers.call_all(
-            "pull", [(assignment.incarnation, assignment.step, commit, ids) for ids in batch.ids]
-        )
+
+        def pull(ids: ServerIds) -> Callable[[], list[Any]]:
+            arguments = [(assignment.incarnation, assignment.step, commit, own) for own in ids]
+            return self._servers.call_all("pull", arguments)
+
+        if assignment.step is not None and not program.has_tables:
+            # The values of a synchronous step do not age while the batch is prepared.
+            pulled_values = pull([{}] * program.num_servers)
+            batch = program.batch(args, kwargs, portion)
+        else:
+            batch = program.batch(args, kwargs, portion)
+            if assignment.step is None and program.must_compile(batch):
+                # What is computed with values from before a compilation would be as many updates
+                # late as the other workers make meanwhile.
+                program.compile(batch)
+            pulled_values = pull(batch.ids)
+        pulled = pulled_values()
         if _is_late(pulled):
             return Result(None)
         done = program.run(batch, pulled, work.ordinal)
@@ -135,7 +145,7 @@ class Worker:
             )
             for server in range(program.num_servers)
         ]
-        _is_late(self._servers.call_all("push", [(push,) for push in pushes]))
+        _is_late(self._servers.call_all("push", [(push,) for push in pushes])())
         return Result(value)
 
     def _program(self, work: StepWork) -> StepProgram:
