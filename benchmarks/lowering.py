@@ -34,6 +34,7 @@ class Case(NamedTuple):
         shapes: Shapes of its operands.
         wrt: The operand whose gradient is measured; `None` for the operation itself.
         in_loop: Whether it runs in a loop.
+        dtype: Type of its operands.
     """
 
     rule: str
@@ -41,6 +42,7 @@ class Case(NamedTuple):
     shapes: Sequence[tuple[int, ...]]
     wrt: int | None = None
     in_loop: bool = False
+    dtype: str = "float32"
 
 
 def _conv(x: Array, w: Array, groups: int = 1, dilation: int = 1) -> Array:
@@ -115,6 +117,17 @@ CASES = {
     "kernel's gradient in a loop": Case(
         "convolutions._channels_last", _conv, [(32, 14, 14, 16), (3, 3, 16, 32)], 1, in_loop=True
     ),
+    "depthwise, kernel's gradient in a loop": Case(
+        "convolutions._channels_last", _DEPTHWISE, [(4, 16, 16, 32), _FILTERS], 1, in_loop=True
+    ),
+    "bfloat16, kernel's gradient in a loop": Case(
+        "convolutions._channels_last",
+        _conv,
+        [(32, 14, 14, 16), (3, 3, 16, 32)],
+        1,
+        in_loop=True,
+        dtype="bfloat16",
+    ),
 }
 
 
@@ -126,18 +139,19 @@ def _gradient(fn: Callable[..., Array], number: int, *args: Array) -> Array:
 
 def _twice(fn: Callable[..., Array], *args: Array) -> Array:
     """Returns the sum of a loop of two iterations."""
-    zeros = jnp.zeros(jax.eval_shape(fn, *args).shape)
+    like = jax.eval_shape(fn, *args)
+    zeros = jnp.zeros(like.shape, like.dtype)
     return lax.scan(lambda total, _: (total + fn(*args), None), zeros, None, 2)[0]
 
 
 def measure(case: Case, rounds: int) -> float:
     """Returns the CPU time of XLA's operation, divided by that of the rule: least of each."""
     rng = np.random.RandomState(0)
-    args = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in case.shapes]
+    args = [jnp.asarray(rng.standard_normal(s), case.dtype) for s in case.shapes]
     fn = case.fn
     if case.wrt is not None:
         dy = rng.standard_normal(jax.eval_shape(fn, *args).shape)
-        args.append(jnp.asarray(dy, jnp.float32))
+        args.append(jnp.asarray(dy, case.dtype))
         fn = functools.partial(_gradient, fn, case.wrt)
     if case.in_loop:
         fn = functools.partial(_twice, fn)

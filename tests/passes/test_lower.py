@@ -333,6 +333,21 @@ def test_other_operations_remain(fn):
     assert not replaced(fn, HALF)
 
 
+def test_half_precision_in_loops_gets_the_layout_of_the_fast_kernel():
+    """The same convolution: XLA changes the layout itself, but not inside loops."""
+    x = jnp.asarray(np.random.RandomState(0).randn(4, 6, 6, 3), jnp.bfloat16)
+    w = jnp.asarray(np.random.RandomState(1).randn(3, 3, 3, 4), jnp.bfloat16)
+
+    def gradient(x, w):
+        return jax.grad(lambda w: (convolution(x, w) ** 2).sum())(w)
+
+    assert replaced(gradient, x, w)
+    with_rules = lowered(gradient, RULES)(x, w)
+    np.testing.assert_allclose(
+        with_rules.astype("float32"), gradient(x, w).astype("float32"), rtol=1e-2
+    )
+
+
 # A rule that users would see: the cosine instead of the sine.
 COSINE = {"sin": lambda _: lambda _, arguments: [lax.cos(*arguments)]}
 

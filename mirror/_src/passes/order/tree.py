@@ -123,13 +123,15 @@ class TreeSum:
         known = lambda node: sums[index[node]] if node in index else None  # noqa: E731
         return _total_of(_root(self._num), self._num, known)
 
-    def exchanged(self, pieces: Array) -> Callable[[], Array]:
-        """Sends what the sum of all pieces needs; returns what computes it.
+    def exchanged(self, pieces: Array) -> Array | Callable[[], Array]:
+        """Returns the sum of all pieces, or what computes it from values that have been sent.
 
         Args:
             pieces: The pieces of this device, `(slots, *shape)`.
         """
         n, shape = self._num_devices, pieces.shape[1:]
+        if n == self._slots == 1:
+            return pieces[0]
         if n == 1:
             return lambda: self._joined(list(pieces))
         if pieces[0].size * pieces.dtype.itemsize <= _GATHERED_BYTES:
@@ -141,4 +143,4 @@ class TreeSum:
         parts = jax.lax.all_to_all(flat, self._axis, 1, 0, tiled=True)  # (n * slots, size / n)
         total = self._joined(list(parts))
         whole = jax.lax.all_gather(total, self._axis, tiled=True)
-        return lambda: whole[:size].reshape(shape)
+        return whole[:size].reshape(shape)
