@@ -192,6 +192,22 @@ def test_program_is_the_one_by_hand(name):
     assert program.donated == len(jax.tree.leaves(jax.eval_shape(model.state)))
 
 
+@rows("name", list(MODELS))
+def test_fixed_replicas_compute_by_the_same_operations(name):
+    """On 8 and 2 GPUs. On one, XLA transposes other operands of the transformer's products."""
+    model = MODELS[name]()
+    make = lambda _: (step_of(model, average), (model.state(),), [model.batch])  # noqa: E731
+    eight, two, one = (
+        gpu_programs.operations(
+            inside.compiled_step(strategy_of(gpus(count), replicas=GPUS), make, (0,))
+        )
+        for count in (8, 2, 1)
+    )
+    assert sum(eight.values()) > 20
+    assert two == eight
+    assert (one == eight) == (name != "transformer"), "the page docs/one-to-eight.md says so"
+
+
 def test_packed_gradients_use_the_kernel_with_low_latency():
     """XLA selects its own kernel, which JAX 0.12 uses, before it combines the arrays of a tree."""
     model = mlp()

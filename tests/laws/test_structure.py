@@ -83,7 +83,7 @@ BUDGETS = {
     "inspection": Size(2000, 16, 23),
     "data": Size(1400, 13, 27),
     "keras": Size(510, 7, 7),
-    "strategy": Size(930, 7, 7),
+    "strategy": Size(935, 7, 7),
     "training": Size(5065, 34, 62),
     "ps": Size(4011, 20, 81),
     "tools": Size(3172, 41, 33),

@@ -37,9 +37,11 @@ def test_the_largest_number_of_devices_that_divides_the_replicas(replicas, avail
     np.testing.assert_array_equal(strategy.run(total, (x,)), np.asarray(x.stacked).sum(0))
 
 
-def test_a_warning_if_fewer_devices_take_longer():
+def test_a_warning_if_fewer_devices_take_longer_or_are_idle():
     with pytest.warns(UserWarning, match=r"8 replicas on 3 devices: 2 .* replicas=9 to use all"):
         cpu_strategy(3, replicas=8)
+    with pytest.warns(UserWarning, match=r"2 replicas on 4 devices: 2 .* replicas=4 to use all"):
+        cpu_strategy(4, replicas=2)
 
 
 def test_replicas_are_numbered_over_the_devices():

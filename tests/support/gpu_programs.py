@@ -1,6 +1,7 @@
 """What XLA's GPU compiler made of a step, and how two programs differ, in words."""
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,14 @@ _COLLECTIVES = (
 )
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (.*?) ([\w-]+)\((.*)$")
 _SHAPE = re.compile(r"\b(pred|(?:bf|f|s|u|c)\d+\w*)\[([\d,]*)\]")
+_ROUNDING = (
+    *("dot", "convolution", "custom-call", "reduce", "divide"),
+    *("exponential", "log", "tanh", "sqrt", "rsqrt"),
+)
+_NAMES = re.compile(
+    r",? metadata=\{[^}]*\}|, backend_config=.*|, (?:calls|to_apply)=%\S+"
+    r"|, control-predecessors=\{[^}]*\}"
+)
 _NO_KERNEL = ("parameter", "bitcast", "get-tuple-element", "tuple", "constant", "copy-done")
 
 
@@ -74,6 +83,20 @@ def examine(compiled: Any) -> GpuProgram:
         additions=tuple(_additions(text)),
         calls=tuple(re.findall(r'custom_call_target="(\w*callback\w*)"', text)),
     )
+
+
+def operations(compiled: Any) -> Counter[tuple[str, ...]]:
+    """Returns the operations that may round, with shapes, layouts and options, without names.
+
+    Additions are not among them: those of the replicas depend on the number of devices.
+    """
+    found: Counter[tuple[str, ...]] = Counter()
+    for line in compiled.as_text().splitlines():
+        match = _INSTRUCTION.match(line)
+        if match is not None and match[3] in _ROUNDING:
+            options = _NAMES.sub("", match[4].partition(")")[2])
+            found[match[2], match[3], options] += 1
+    return found
 
 
 def differences(program: GpuProgram, by_hand: GpuProgram) -> list[str]:

@@ -260,7 +260,7 @@ ARGUMENTS = {
     "unknown": ("magic", {}, ValueError, ["'magic'", "'huber'"], "(model, batch)"),
     "optimizer": ("adam", {}, ValueError, ["'adam'"], "(model, batch)"),
     "unknown metric": ("mse", {"metrics": ["mean_abs_error"]}, ValueError, ["'mean_abs_error'"], "Did you mean 'mean_absolute_error'"),
-    "not a mean": (BIN, {"metrics": ["AUC"]}, ValueError, ["'AUC'"], "trainer.predict("),
+    "not a mean": (BIN, {"metrics": ["AUC"]}, ValueError, ["'AUC'"], "mirror.Metric"),
     "accuracy of values": ("mse", {"metrics": ["accuracy"]}, ValueError, ["'accuracy'", "'mse'"], "'mean_absolute_error'"),
     "binary accuracy of classes": (SPARSE, {"metrics": ["binary_accuracy"]}, ValueError, ["'binary_accuracy'"], "'accuracy'"),
     "error of classes": (SPARSE, {"metrics": ["mse"]}, ValueError, ["'mse'", "'sparse_categorical_crossentropy'"], "(outputs, labels)"),

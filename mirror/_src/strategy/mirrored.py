@@ -231,19 +231,26 @@ def require_can_fix(replicas: int, replicas_per_device: int, ops: CrossDeviceOps
     raise_num_cpu_threads(replicas)
 
 
-def _spread(replicas: int, devices: tuple[jax.Device, ...]) -> tuple[tuple[jax.Device, ...], int]:
-    """Returns the devices that run a fixed number of replicas, and the number on each of them.
+def require_alike(replicas: int, devices: Sequence[jax.Device]) -> None:
+    """Rejects devices that compute different bits for a fixed number of replicas.
 
     Raises:
-        ValueError: If the devices are of several types, which compute different bits.
+        ValueError: If they are of several types, or models.
     """
-    if len({backend.type_of(device) for device in devices}) > 1:
+    kinds = {f"{backend.type_of(device)} {device.device_kind}" for device in devices}
+    if len(kinds) > 1:
         raise ValueError(
             f"replicas={replicas} gives the same bits on any number of devices of one type, but "
-            f"{backend.names(devices)} are of several types. Pass devices of one type."
+            f"{backend.names(devices)} are of several types: {', '.join(sorted(kinds))}. Pass "
+            "devices of one type."
         )
     if backend.type_of(devices[0]) == "CPU":
         warn_about_threads(replicas)
+
+
+def _spread(replicas: int, devices: tuple[jax.Device, ...]) -> tuple[tuple[jax.Device, ...], int]:
+    """Returns the devices that run a fixed number of replicas, and the number on each of them."""
+    require_alike(replicas, devices)
     count = max(n for n in range(1, len(devices) + 1) if replicas % n == 0)
     if count < len(devices):
         many = counted(replicas, "replica")
@@ -251,8 +258,9 @@ def _spread(replicas: int, devices: tuple[jax.Device, ...]) -> tuple[tuple[jax.D
             f"{many} on {counted(len(devices), 'device')}: {counted(count, 'device')} will be "
             f"used, the largest number that divides {replicas}."
         )
-        if -(-replicas // len(devices)) < replicas // count:
-            fix = f"Pass replicas={len(devices) * -(-replicas // len(devices))} to use all."
+        turns = -(-replicas // len(devices))
+        if turns < replicas // count or replicas < len(devices):
+            fix = f"Pass replicas={len(devices) * turns} to use all."
             warnings.warn(f"{text} {fix}", stacklevel=depth_of_user())
         else:  # which takes no longer
             _logger.info("%s", text)

@@ -19,11 +19,15 @@ from mirror._src.cluster.preflight import visible_devices
 from mirror._src.cluster.resolvers import ClusterResolver
 from mirror._src.devices import backend
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.devices.settings import warn_about_threads
 from mirror._src.engine.all_reduce import AllReduce
 from mirror._src.engine.choice import default_ops
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
-from mirror._src.strategy.mirrored import OneDeviceStrategy, require_axis_name, require_can_fix
+from mirror._src.strategy.mirrored import (
+    OneDeviceStrategy,
+    require_alike,
+    require_axis_name,
+    require_can_fix,
+)
 from mirror._src.strategy.strategy import Strategy
 
 _logger = logging.getLogger("mirror")
@@ -124,10 +128,10 @@ def _turns(replicas: int, devices: Sequence[jax.Device]) -> int:
     """Returns the number of replicas on each device of a job.
 
     Raises:
-        ValueError: If the devices do not divide the replicas: no process may be without any.
+        ValueError: If the devices do not divide the replicas: no process may be without any. If
+            they are of several types.
     """
-    if backend.type_of(devices[0]) == "CPU":
-        warn_about_threads(replicas)
+    require_alike(replicas, devices)
     num_devices = len(devices)
     if replicas % num_devices:
         most = num_devices * -(-replicas // num_devices)

@@ -43,10 +43,9 @@ class Metric:
     >>> accuracy = nnx.metrics.Accuracy()
     >>> def metric(outputs, labels):
     ...     return mirror.Metric(accuracy, logits=outputs, labels=labels)
-    >>> trainer = mirror.Trainer(
-    ...     nnx.Linear(2, 3, rngs=nnx.Rngs(0)), optax.sgd(0.1), "sparse_categorical_crossentropy",
-    ...     metrics={"accuracy": metric},
-    ... )
+    >>> with mirror.MirroredStrategy(["/cpu:0", "/cpu:1"]).scope():
+    ...     model, loss = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), "sparse_categorical_crossentropy"
+    ...     trainer = mirror.Trainer(model, optax.sgd(0.1), loss, metrics={"accuracy": metric})
     >>> sorted(trainer.evaluate((np.ones((5, 2)), np.ones(5, "int32")), batch_size=2))
     ['accuracy', 'loss']
     """

@@ -55,10 +55,12 @@ class EMA(Callback):
         ValueError: If `decay` is not between 0 and 1.
         TypeError: In `fit` and `weights`, if the trainer has another optimizer.
 
-    >>> ema = EMA(data, decay=0.5)
-    >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    >>> trainer = mirror.Trainer(model, ema.optimizer(model, optax.sgd(0.1)), loss_fn)
-    >>> sorted(trainer.fit(data, epochs=2, callbacks=ema, progress=False))
+    >>> data = np.ones((4, 2), "float32"), np.ones((4, 1), "float32")
+    >>> ema = EMA(data, batch_size=4, decay=0.5)
+    >>> with mirror.MirroredStrategy(["/cpu:0", "/cpu:1"]).scope():
+    ...     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    ...     trainer = mirror.Trainer(model, ema.optimizer(model, optax.sgd(0.1)), "mse")
+    >>> sorted(trainer.fit(data, epochs=2, batch_size=4, callbacks=ema, progress=False))
     ['ema_loss', 'loss']
     """
 
