@@ -199,6 +199,7 @@ def cpu_strategies() -> dict[str, mirror.Strategy]:
         "vmap": mirror.MirroredStrategy(cpus[:1], replicas_per_device=4),
         "pairs": mirror.MirroredStrategy(cpus[:2], replicas_per_device=2),
         "staged": mirror.MirroredStrategy(cpus[:4], cross_device_ops=ops),
+        "in turn": mirror.MirroredStrategy(cpus[:2], replicas=4),
     }
 
 

@@ -133,6 +133,17 @@ def test_verify_compares_bits_with_one_device():
         strategy.verify(counts, (x,))
 
 
+def test_a_step_that_cannot_be_split_says_why():
+    def counts(x):
+        ref = jax.new_ref(x.sum())
+        ref[...] += mirror.all_reduce("sum", x.sum())
+        return ref[...]
+
+    strategy = cpu_strategy(2, replicas=2)
+    with raises(NotImplementedError, names=("Ref", "replicas="), fix="without replicas="):
+        strategy.run(counts, (rows(strategy, 3),))
+
+
 def trainer_of(strategy):
     def losses(model, batch):
         return optax.squared_error(model(batch["x"]), batch["y"])[:, 0]

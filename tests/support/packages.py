@@ -18,7 +18,6 @@ MODULES = {  # packages of the extra `test`, and the module that a test imports
     "dm-haiku": "haiku",
     "equinox": "equinox",
     "flatbuffers": "flatbuffers",
-    "google-metrax": "metrax",
     "grain": "grain",
     "hypothesis": "hypothesis",
     "ipykernel": "ipykernel",

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import metrax
 import numpy as np
 import optax
 import pytest
@@ -12,9 +11,11 @@ from sklearn.metrics import precision_score, roc_auc_score
 import mirror
 from mirror import Metric
 from tests.support.messages import raises
+from tests.support.packages import optional
 from tests.support.strategies import EXECUTORS, LAYOUTS, STRATEGIES
 from tests.support.tables import mostly_slow, rows
 
+metrax = optional("metrax")
 N = 23  # no number of replicas divides the last batch
 RNG = np.random.RandomState(0)
 X = RNG.randn(N, 3).astype("float32")
@@ -116,6 +117,7 @@ def check_training(executor) -> None:
         trainer.fit(DATA, callbacks=stops, **fit)
 
 
+@pytest.mark.dev("metrax")
 def test_named_loss_and_real_library():
     def metric(kind):
         return lambda outputs, labels: Metric(

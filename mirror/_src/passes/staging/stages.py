@@ -357,6 +357,6 @@ def _require_on_host(eqn: JaxprEqn, dtype: Any) -> None:
 def _message(eqn: JaxprEqn, reason: str) -> str:
     return (
         f"{user_line(eqn)}: the step cannot be split at its collectives, as the staged executor "
-        f"requires: {reason}. Rewrite the operation, or run on devices of a single type with "
-        "mirror.AllReduce()."
+        f"and replicas= require: {reason}. Rewrite the operation, or run it with "
+        "mirror.AllReduce(), on devices of a single type and without replicas=."
     )
