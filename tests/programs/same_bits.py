@@ -1,6 +1,7 @@
 """Prints the hash of what programs compute with a fixed number of replicas, on several devices."""
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import pathlib
@@ -122,23 +123,26 @@ def digest(result):
     return found.hexdigest()[:12]
 
 
+@functools.cache
+def strategies():
+    """Returns strategies by their number of devices, whose programs several histories use."""
+    most = mirror.MirroredStrategy(8, replicas=8)
+    return {8: most, **{n: most.resize(n) for n in (4, 2, 1)}}
+
+
 def resizes(name, _, __):
     """Continues on another number of devices after each step."""
     chance = random.Random(name)
     training = TRAININGS["nnx-MLP"][0](OPTIMIZERS["adam"])
-    with STRATEGIES[8].scope():
+    with strategies()[8].scope():
         state = training.create()
     losses = []
     for batch in batches(TRAININGS["nnx-MLP"][1], 6):
-        strategy = STRATEGIES[chance.choice([1, 2, 4, 8])] if name != "resizes" else STRATEGIES[8]
+        strategy = strategies()[chance.choice([1, 2, 4, 8]) if name != "resizes" else 8]
         (batch,) = strategy.distribute_dataset([batch])
         state, loss = training.step(strategy, state, batch)
         losses.append(loss)
     return losses, training.parameters(state)
-
-
-STRATEGIES = {8: mirror.MirroredStrategy(8, replicas=8)} if len(jax.devices()) == 8 else {}
-STRATEGIES |= {n: STRATEGIES[8].resize(n) for n in (4, 2, 1) if STRATEGIES}
 
 
 TABLES = {

@@ -2,6 +2,7 @@
 
 import mirror
 
+mirror.config.set_num_cpu_threads(8)
 mirror.distributed.initialize()  # before the imports, which create arrays
 
 from tests.programs import same_bits  # noqa: E402
