@@ -74,18 +74,18 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(985, 23, 14),
+    "base": Size(990, 23, 14),
     "devices": Size(2070, 24, 26),
     "cluster": Size(1100, 9, 20),
     "jaxprs": Size(2860, 21, 29),
-    "passes": Size(2135, 18, 31),
+    "passes": Size(2120, 18, 31),
     "engine": Size(5148, 54, 68),
     "inspection": Size(2000, 16, 23),
     "data": Size(1400, 13, 27),
     "keras": Size(510, 7, 7),
-    "strategy": Size(935, 7, 7),
+    "strategy": Size(930, 7, 7),
     "training": Size(5065, 34, 62),
-    "ps": Size(4011, 20, 81),
+    "ps": Size(4009, 20, 81),
     "tools": Size(3172, 41, 33),
 }
 

@@ -1,4 +1,4 @@
-"""Dtypes that JAX does not have, or has for gradients only."""
+"""Dtypes that JAX does not have, or has for gradients only, and random keys by their data."""
 
 import math
 from typing import Any
@@ -26,3 +26,12 @@ def is_float0(leaf: Any) -> bool:
 def num_bytes(aval: Any) -> int:
     """Returns the size of an array of this shape and dtype."""
     return int(math.prod(aval.shape) * aval.dtype.itemsize)
+
+
+def keys_like(bits: Any, like: Any) -> Any:
+    """Returns PRNG keys with this key data, of the implementation of other keys, or of a type."""
+    # JAX tells the implementation of an array alone, also of a traced one.
+    impls: list[Any] = []
+    struct = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    jax.eval_shape(lambda keys: impls.append(jax.random.key_impl(keys)), struct)
+    return jax.random.wrap_key_data(bits, impl=impls[0])

@@ -17,7 +17,7 @@ from mirror._src.base.types import PyTree
 from mirror._src.engine.arguments import hoist_nested, object_names
 from mirror._src.engine.nnx.structure import Structure
 from mirror._src.engine.on_read import collapse
-from mirror._src.engine.per_replica import PerReplica, is_per_replica
+from mirror._src.engine.per_replica import is_per_replica
 from mirror._src.engine.runner import Runner
 from mirror._src.engine.variable import Variable
 from mirror._src.inspection.trial_objects import (
@@ -163,8 +163,7 @@ def verify(
         if in_turn is not None:
             restore(captured, saved)
             others = copy_of(arguments.objects)
-            tree = jax.tree.map(_moved, arguments.tree, is_leaf=is_per_replica)
-            of_one = in_turn.run(fn, *with_objects(tree, others))
+            of_one = in_turn.run(fn, *with_objects(arguments.tree, others))
             changed = variables_of([*others, *captured], names)
             _require_same_bits(num_replicas, (results, after), (of_one, changed))
         restore(captured, saved)
@@ -184,11 +183,6 @@ def verify(
     hint = _shared_key_hint(dict.fromkeys(analysis.notes.shared_samples))
     same_bits = True if in_turn is not None else None
     return checked(VerifyReport(num_replicas, rtol, tuple(rows), same_bits), CAUSES + hint)
-
-
-def _moved(leaf: Any) -> Any:
-    """Returns a leaf of the arguments, which one device may get."""
-    return PerReplica(list(map(_host, leaf.values))) if is_per_replica(leaf) else leaf
 
 
 def _require_same_bits(

@@ -78,6 +78,16 @@ class Formulas:
         """Returns all replicas' values as `(num_replicas, *shape)`, in replica order."""
         raise NotImplementedError
 
+    @property
+    def moves(self) -> dict[str, Callable[[dict[str, Any], Array], Array]]:
+        """The collectives that compute nothing, by name of the primitive."""
+        return {
+            "all_gather": self.all_gather,
+            "all_to_all": self.all_to_all,
+            "ppermute": self.ppermute,
+            "pbroadcast": lambda params, value: self._gather(value)[params["source"]],
+        }
+
     def reduce_in_groups(
         self,
         primitive: str,
@@ -202,14 +212,7 @@ class CollectiveRules(Formulas):
             **dict.fromkeys(ALL_REDUCES, self._if_over_replicas(self._reduce)),
             "axis_index": self._if_over_replicas(lambda *_: [self._replica_id()]),
             "reduce_scatter": self._if_over_replicas(self._reduce_scatter),
-            **self._over_replicas(
-                {
-                    "all_gather": self.all_gather,
-                    "all_to_all": self.all_to_all,
-                    "ppermute": self.ppermute,
-                    "pbroadcast": lambda p, x: self._gather(x)[p["source"]],
-                }
-            ),
+            **self._over_replicas(self.moves),
         }
         if self._vmap_axis is not None:
             # Each replica calls its function separately, as with one replica per device.

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from mirror._src.base.dtypes import keys_like
 from mirror._src.base.errors import describe, listing
 from mirror._src.base.types import PyTree
 from mirror._src.devices.transfer import move
@@ -171,10 +172,7 @@ def as_numpy(leaf: Any) -> np.ndarray:
 def as_jax(leaf: np.ndarray, like: Any) -> jax.Array:
     """Returns a copy of an array as an array of JAX with the dtype and the weak type of another."""
     if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
-        # JAX tells the implementation of an array alone, also of a traced one.
-        impls: list[Any] = []
-        jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
-        return jax.random.wrap_key_data(jax.numpy.array(leaf), impl=impls[0])
+        return keys_like(jax.numpy.array(leaf), like)
     if getattr(like, "weak_type", False) and not np.ndim(leaf):
         return jax.numpy.asarray(np.asarray(leaf).item())
     return jax.numpy.array(leaf, like.dtype)

@@ -753,9 +753,8 @@ class Strategy(abc.ABC):
         if not self._replicas.in_turn or self._spans_processes or len(self._replicas.distinct) == 1:
             return None
         if self._on_one_device is None:
-            self._on_one_device = Runner(
-                self, self._replicas.on_first(), self._cross_device_ops, shard_update=False
-            )
+            one = self._replicas.on_first()
+            self._on_one_device = Runner(self, one, self._cross_device_ops)
         return self._on_one_device
 
     def _require_one_process(self, method: str, fix: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 import jax
 import jax.numpy as jnp
 
+from mirror._src.base.dtypes import keys_like
 from mirror._src.base.types import Array
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, reduce_locally
@@ -290,12 +291,11 @@ class Turns:
     def _collective(self, step: Collective, values: _Values) -> None:
         (out,), name = step.outputs, step.primitive
         rows = self._rows(step.operand, values)
-        is_whole = step.params.get("axis_index_groups") is None
-        if is_whole and name in ALL_REDUCES:
+        if step.spans_all and name in ALL_REDUCES:
             values.once[out] = self._extreme(name, rows)
             return
         total = None
-        if is_whole and name == "reduce_scatter":
+        if step.spans_all and name == "reduce_scatter":
             (total,) = self._sums([self._sum.of_rows(rows)])
         everyone = self._gather(rows)
         if out.is_mirrored:
@@ -356,30 +356,21 @@ def _runs_once(step: Computation, values: _Values) -> bool:
 
 def _formula(step: Collective, everyone: Array, mine: Array, replica: Any, total: Any) -> Array:
     """Returns the result of a collective on one replica, given the operands of all replicas."""
-    row, params, name = _Row(everyone, replica), dict(step.params), step.primitive
-    match name:
-        case "all_gather":
-            return row.all_gather(params, mine)
-        case "reduce_scatter":
-            if total is None:
-                rows = row.gather_in_group(mine, params["axis_index_groups"])
-                total = reduce_locally("psum", rows, (0,))
-            return row.scattered(params, total)
-        case "all_to_all":
-            return row.all_to_all(params, mine)
-        case "ppermute":
-            return row.ppermute(params, mine)
-        case "pbroadcast":
-            return everyone[params["source"]]
+    row, params, name = _Row(everyone, replica), step.params, step.primitive
+    if name in row.moves:
+        return row.moves[name](params, mine)
+    if name == "reduce_scatter":
+        if total is None:
+            rows = row.gather_in_group(mine, params["axis_index_groups"])
+            total = reduce_locally("psum", rows, (0,))
+        return row.scattered(params, total)
     reduced = lambda primitive, rows: reduce_locally(primitive, rows, (0,))  # noqa: E731
     return row.reduce_in_groups(name, mine, params["axis_index_groups"], reduced)
 
 
 def _is_sum(step: Communication) -> TypeGuard[Collective]:
     """Whether a communication is a sum over all replicas."""
-    if not isinstance(step, Collective) or step.primitive != "psum":
-        return False
-    return step.params.get("axis_index_groups") is None
+    return isinstance(step, Collective) and step.primitive == "psum" and step.spans_all
 
 
 def _is_key(aval: Any) -> bool:
@@ -398,9 +389,4 @@ def _bits_of(aval: Any) -> Any:
 
 def _unbits(bits: Array, aval: Any) -> Array:
     """Returns what `_bits` has converted."""
-    if not _is_key(aval):
-        return bits
-    impls: list[Any] = []
-    like = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
-    return jax.random.wrap_key_data(bits, impl=impls[0])
+    return keys_like(bits, aval) if _is_key(aval) else bits

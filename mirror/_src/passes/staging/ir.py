@@ -55,6 +55,11 @@ class Collective:
         return value
 
     @property
+    def spans_all(self) -> bool:
+        """Whether it is a collective of all replicas, not one within groups."""
+        return self.params.get("axis_index_groups") is None
+
+    @property
     def description(self) -> str:
         """Kind and lines, such as `all-reduce at train.py:12 in step`."""
         more = f" and {len(self.lines) - 1} more" if len(self.lines) > 1 else ""

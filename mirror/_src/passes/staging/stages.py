@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from mirror._src.base.dtypes import is_numeric
+from mirror._src.base.dtypes import is_numeric, keys_like
 from mirror._src.base.types import Array
 from mirror._src.jaxprs.collective_eqns import (
     ALL_REDUCES,
@@ -244,16 +244,14 @@ class _Builder:
 
     def collective_of_keys(self, eqn: JaxprEqn, keys: Value, aval: Any) -> Value:
         """Adds a collective of PRNG keys, which are sent as their key data."""
-        impl: list[Any] = []
 
         def data_of(keys: Array) -> list[Array]:
-            impl[:] = [jax.random.key_impl(keys)]
             return [jax.random.key_data(keys)]
 
         def data_like(aval: Any) -> Any:
             return jax.eval_shape(data_of, struct_of(aval))[0]
 
-        wrap = lambda bits: [jax.random.wrap_key_data(bits, impl=impl[0])]  # noqa: E731
+        wrap = lambda bits: [keys_like(bits, aval)]  # noqa: E731
         (bits,) = self.add(Computation([keys], [Value(data_like(keys.aval))], data_of))
         result = self.add_collective(eqn, bits, data_like(aval))
         return self.add(Computation([result], [Value(aval)], wrap))[0]
