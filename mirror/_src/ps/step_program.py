@@ -16,7 +16,7 @@ from mirror._src.base.source_lines import on_behalf_of, users_function
 from mirror._src.base.types import Array, PyTree
 from mirror._src.engine.replica_context import Part
 from mirror._src.engine.scopes import current_frame
-from mirror._src.jaxprs.joins import Join, find_joins
+from mirror._src.jaxprs.chained import chain_lengths
 from mirror._src.ps.messages import BufferLayout, Buffers, ModelShare, Pulled
 from mirror._src.ps.objects import device_array, require_unchanged
 from mirror._src.ps.placement import Leaf, rows
@@ -355,13 +355,8 @@ class StepProgram:
             return
         step = self._make_step(batch, num_parts)
         _, traced = self._strategy._runner.traced(step, arguments, {})
-        inputs = [
-            Join.OWN if is_own or jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) else Join.SAME
-            for aval, is_own in zip(traced.function.avals, traced.function.per_replica, strict=True)
-        ]
-        joins = find_joins(traced.jaxpr, inputs, self._strategy.num_replicas_in_sync)
         num_results = traced.function.out_tree.num_leaves - len(traced.function.static_results)
-        if Join.NONE in joins[:num_results]:  # states follow
+        if max(chain_lengths(traced.jaxpr)[:num_results], default=0) > 1:  # states follow
             raise ValueError(
                 f"{name_of(users_function(self._fn))} reduces or gathers over the replicas, for "
                 "example with mirror.all_reduce or nnx.BatchNorm(axis_name=...). The workers "
