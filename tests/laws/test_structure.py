@@ -77,7 +77,7 @@ BUDGETS = {
     "base": Size(990, 23, 14),
     "devices": Size(2070, 24, 26),
     "cluster": Size(1100, 9, 20),
-    "jaxprs": Size(2860, 21, 29),
+    "jaxprs": Size(2711, 23, 28),
     "passes": Size(2120, 18, 31),
     "engine": Size(5148, 54, 68),
     "inspection": Size(2000, 16, 23),

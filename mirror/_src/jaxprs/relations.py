@@ -1,7 +1,7 @@
 """`Relation`: how the values of the replicas relate to the value of one device."""
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ class Kind(enum.Enum):
 
 
 ALONG_AXIS = (Kind.ROWS, Kind.INDEX, Kind.SPREAD)
+EXTREMES = {"max": Kind.MOST, "min": Kind.LEAST}
 
 
 class Why(enum.IntEnum):
@@ -126,6 +127,38 @@ def common(relations: Sequence[Relation], num_replicas: int) -> Relation | None:
     return first
 
 
+def alike(xs: Sequence[Relation]) -> Relation | None:
+    """Returns the relation of rows, or of what all have, of one scale; `None` if it is another."""
+    values = [x for x in xs if x.kind is not Kind.ZERO]
+    if not values or any(x.kind not in (Kind.SAME, Kind.ROWS) for x in values):
+        return None
+    if len({x.scale for x in values}) > 1:
+        return None
+    axes = {x.axis for x in values if x.kind is Kind.ROWS}
+    if len(axes) > 1:
+        return None
+    return rows(axes.pop(), values[0].scale) if axes else values[0]
+
+
+def of_each_row(xs: Sequence[Relation]) -> Relation | None:
+    """Returns the relation of a function of each row, and of what all replicas have."""
+    found = alike(xs)
+    return found if found is not None and found.scale == 1 else None
+
+
+def moved(x: Relation, to: Callable[[int], int | None]) -> Relation | None:
+    """Returns the relation of an array whose axes are moved, `None` if its rows are mixed.
+
+    Args:
+        x: The relation before.
+        to: Returns the new position of an axis; `None` if it is mixed with others.
+    """
+    if x.kind not in ALONG_AXIS or x.axis < 0:
+        return x
+    axis = to(x.axis)
+    return None if x.columns or axis is None else x._replace(axis=axis)
+
+
 class Pair(NamedTuple):
     """An operation of the replica program, with the same operation of the program of one device.
 
@@ -162,14 +195,32 @@ class Pair(NamedTuple):
     def is_full(self, axis: int, sizes: str, operand: int = 0) -> bool:
         """Whether a parameter with sizes takes a whole axis of an operand."""
         return all(
-            eqn.params[sizes][axis] == _shape(eqn.invars[operand])[axis]
+            eqn.params[sizes][axis] == shape_of(eqn.invars[operand])[axis]
             for eqn in (self.eqn, self.whole)
         )
 
     def scaled_axes(self) -> list[int]:
         """Returns the axes along which the result of one device is longer."""
-        small, large = _shape(self.eqn.outvars[0]), _shape(self.whole.outvars[0])
+        small, large = shape_of(self.eqn.outvars[0]), shape_of(self.whole.outvars[0])
         return [i for i, (a, b) in enumerate(zip(small, large, strict=True)) if a != b]
+
+
+Rule = Callable[[Pair, list[Relation]], Relation | None]
+
+
+def guarded(rule: Rule, *but: str) -> Rule:
+    """Returns a rule that does not know operations that differ in any but these parameters."""
+    return lambda pair, xs: rule(pair, xs) if pair.has_equal_params(*but) else None
+
+
+def shape_of(atom: Any) -> tuple[int, ...]:
+    """Returns the shape of a value."""
+    return tuple(atom.aval.shape)
+
+
+def dtype_of(atom: Any) -> Any:
+    """Returns the dtype of a value."""
+    return atom.aval.dtype
 
 
 def is_within_shapes(relation: Relation, aval: Any, whole: Any, num_replicas: int) -> bool:
@@ -221,10 +272,6 @@ def _of_numbers(a: np.ndarray, b: np.ndarray, num_replicas: int) -> Relation | N
         if abs(ratio / float(factor) - 1) <= (0 if exact else _ROUNDING):
             return Relation(Kind.SAME, factor)
     return None
-
-
-def _shape(atom: Any) -> tuple[int, ...]:
-    return tuple(atom.aval.shape)
 
 
 def _are_equal(a: Any, b: Any) -> bool:

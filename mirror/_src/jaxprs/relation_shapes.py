@@ -1,0 +1,368 @@
+"""The rules of shapes and indices: where the rows of an array are after an operation."""
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+from mirror._src.jaxprs.equations import jaxpr_of
+from mirror._src.jaxprs.primitives import SCATTER
+from mirror._src.jaxprs.relations import (
+    ZERO,
+    Kind,
+    Pair,
+    Relation,
+    Rule,
+    Why,
+    alike,
+    common,
+    guarded,
+    moved,
+    part,
+    rows,
+    shape_of,
+)
+
+_ONE = Fraction(1)
+_EXACT = (Kind.ZERO, Kind.SAME)
+
+
+def _along(name: str, *, is_linear: bool = False) -> Rule:
+    """Returns the rule of an operation that combines entries along the axis of a parameter."""
+
+    def rule(pair: Pair, xs: list[Relation]) -> Relation | None:
+        along = pair.eqn.params[name]
+        axes = along if isinstance(along, tuple) else (along,)
+        return _batched(xs, lambda axis: axis not in axes, is_linear=is_linear)
+
+    return guarded(rule, "name")
+
+
+def _along_last(count: int) -> Rule:
+    """Returns the rule of an operation that combines entries along the last axes."""
+
+    def rule(pair: Pair, xs: list[Relation]) -> Relation | None:
+        last = min(len(shape_of(atom)) for atom in pair.eqn.invars) - count
+        return _batched(xs, lambda axis: axis < last)
+
+    return guarded(rule)
+
+
+def _batched(
+    xs: list[Relation], is_free: Callable[[int], bool], *, is_linear: bool = False
+) -> Relation | None:
+    """Returns the relation of what each row of all operands gives."""
+    if is_linear and len(xs) == 1 and xs[0].kind in (Kind.PART, Kind.SAME, Kind.ZERO):
+        return xs[0]
+    found = alike(xs)
+    if found is None or found.kind is not Kind.ROWS or not is_free(found.axis):
+        return None
+    if any(x.kind is Kind.SAME for x in xs):
+        return None
+    return found if found.scale == 1 or is_linear else None
+
+
+def _window(pair: Pair, xs: list[Relation]) -> Relation | None:
+    params = pair.eqn.params
+    names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+
+    def is_free(axis: int) -> bool:
+        if axis < 0:
+            return True
+        sizes = [params[name][axis] for name in names if name in params]
+        return all(size == 1 for size in sizes) and tuple(params["padding"][axis]) == (0, 0)
+
+    is_linear = pair.name in ("reduce_window_sum", "reduce_window_max")
+    if pair.name == "reduce_window_max" and xs[0].kind is Kind.PART:
+        return None
+    return _batched(xs, is_free, is_linear=is_linear)
+
+
+def _pooled(pair: Pair, xs: list[Relation]) -> Relation | None:
+    """The rule of the gradient of max-pooling, which is linear in its first operand."""
+    source, operand = xs
+    found = _window(pair, [source._replace(scale=_ONE), operand])
+    return found._replace(scale=source.scale) if found is not None else None
+
+
+def _kept(x: Relation) -> Relation | None:
+    """Returns the relation of elements of an array that is not made of rows."""
+    return x if x.kind not in (Kind.ROWS, Kind.INDEX) else None
+
+
+def _broadcast(pair: Pair, xs: list[Relation]) -> Relation | None:
+    (x,), dims = xs, pair.eqn.params["broadcast_dimensions"]
+    if x.kind in (Kind.ROWS, Kind.INDEX):
+        axis = x.axis if x.axis < 0 else int(dims[x.axis])
+        axes = pair.scaled_axes()
+        if axes != ([axis] if axis >= 0 else []):
+            return pair.other(Why.ROWS)  # the rows of this replica in pairs
+        return x._replace(axis=axis) if not x.columns else None
+    axes = pair.scaled_axes()
+    if not axes:
+        return x
+    if len(axes) > 1 or x.kind not in (Kind.SAME, Kind.PART):
+        return None
+    kind = Kind.ROWS if x.kind is Kind.SAME else Kind.SPREAD
+    return Relation(kind, x.scale, axes[0])
+
+
+def _reshape(pair: Pair, xs: list[Relation]) -> Relation | None:
+    (x,) = xs
+    axes = pair.scaled_axes()
+    before, after = shape_of(pair.eqn.invars[0]), shape_of(pair.eqn.outvars[0])
+
+    def to(axis: int) -> int | None:
+        if len(axes) != 1 or 0 in before:
+            return None
+        # The rows of one replica are as many entries apart as before.
+        is_same = math.prod(before[:axis]) == math.prod(after[: axes[0]])
+        return axes[0] if is_same else None
+
+    return moved(x, to) if not pair.eqn.params["dimensions"] else None
+
+
+def _transpose(pair: Pair, xs: list[Relation]) -> Relation | None:
+    return moved(xs[0], list(pair.eqn.params["permutation"]).index)
+
+
+def _squeeze(pair: Pair, xs: list[Relation]) -> Relation | None:
+    return _removed(xs[0], pair.eqn.params["dimensions"])
+
+
+def _unstack(pair: Pair, xs: list[Relation]) -> Relation | None:
+    return _removed(xs[0], (pair.eqn.params["axis"],))
+
+
+def _removed(x: Relation, axes: Sequence[int]) -> Relation | None:
+    """Returns the relation of an array without some axes."""
+    return moved(x, lambda axis: None if axis in axes else axis - sum(a < axis for a in axes))
+
+
+def _reverse(pair: Pair, xs: list[Relation]) -> Relation | None:
+    return _mixed(xs[0], pair.eqn.params["dimensions"])
+
+
+def _split(pair: Pair, xs: list[Relation]) -> Relation | None:
+    return _mixed(xs[0], (pair.eqn.params["axis"],))
+
+
+def _mixed(x: Relation, axes: Sequence[int]) -> Relation | None:
+    """Returns the relation of an array whose entries are chosen or permuted along some axes."""
+    return moved(x, lambda axis: None if axis in axes else axis)
+
+
+def _slice(pair: Pair, xs: list[Relation]) -> Relation | None:
+    (x,) = xs
+    if x.kind is not Kind.ROWS or x.axis < 0:
+        return x if pair.has_equal_params() and x.kind is not Kind.INDEX else None
+    for eqn in (pair.eqn, pair.whole):
+        start, stop = eqn.params["start_indices"], eqn.params["limit_indices"]
+        strides = eqn.params["strides"] or [1] * len(start)
+        full = (0, shape_of(eqn.invars[0])[x.axis], 1)
+        if (start[x.axis], stop[x.axis], strides[x.axis]) != full:
+            return pair.other(Why.ROWS)
+    others = [i for i in range(len(start)) if i != x.axis]
+    a, b = pair.eqn.params, pair.whole.params
+    names = ("start_indices", "limit_indices", "strides")
+    is_equal = all(
+        a[name] == b[name] or all(a[name][i] == b[name][i] for i in others) for name in names
+    )
+    return x if is_equal else None
+
+
+def _stack(pair: Pair, xs: list[Relation]) -> Relation | None:
+    axis, found = pair.eqn.params["axis"], common(xs, pair.num_replicas) or alike(xs)
+    if found is None or found.kind in (Kind.INDEX, Kind.NUMBER):
+        return None
+    return moved(found, lambda a: a + (a >= axis))
+
+
+def _joined(pair: Pair, xs: list[Relation]) -> Relation | None:
+    """The rule of `concatenate`."""
+    axis = pair.eqn.params["dimension"]
+    if any(x.kind is Kind.INDEX for x in xs):
+        return _indices(pair, xs, axis)
+    found = common(xs, pair.num_replicas) or alike(xs)
+    if found is None or found.kind is Kind.NUMBER:
+        return None
+    return None if found.kind is Kind.ROWS and found.axis == axis else found
+
+
+def _indices(pair: Pair, xs: list[Relation], axis: int) -> Relation | None:
+    """Returns the relation of indices, whose columns are joined along the last axis."""
+    ndim = len(shape_of(pair.eqn.outvars[0]))
+    is_known = all(x.kind is Kind.INDEX or (x.kind is Kind.ROWS and x.scale == 1) for x in xs)
+    is_single = all(shape_of(atom)[axis] == 1 for atom in pair.eqn.invars)
+    if axis != ndim - 1 or not is_known or not is_single or len({x.axis for x in xs}) > 1:
+        return None
+    if len({x.scale for x in xs if x.kind is Kind.INDEX}) > 1 or xs[0].axis == axis:
+        return None
+    index = next(x for x in xs if x.kind is Kind.INDEX)
+    columns = frozenset(i for i, x in enumerate(xs) if x.kind is Kind.INDEX)
+    return index._replace(columns=columns)
+
+
+def _pad(pair: Pair, xs: list[Relation]) -> Relation | None:
+    x, value = xs
+    if x.kind is Kind.ROWS:
+        config = pair.eqn.params["padding_config"]
+        if x.axis >= 0 and tuple(config[x.axis]) != (0, 0, 0):
+            return None
+        return x if value.kind is Kind.ZERO or (value.is_equal and x.scale == 1) else None
+    found = common(xs, pair.num_replicas)
+    return found if found is not None and found.kind in (*_EXACT, Kind.PART) else None
+
+
+def _iota(pair: Pair, _: list[Relation]) -> Relation | None:
+    axes, dimension = pair.scaled_axes(), pair.eqn.params["dimension"]
+    if len(axes) != 1:
+        return None
+    (axis,) = axes
+    size = shape_of(pair.eqn.outvars[0])[axis]
+    return rows(axis) if axis != dimension else Relation(Kind.INDEX, Fraction(size), axis)
+
+
+def _dynamic_slice(pair: Pair, xs: list[Relation]) -> Relation | None:
+    x, *starts = xs
+    if not all(start.is_equal for start in starts):
+        return None
+    if x.kind is not Kind.ROWS or x.axis < 0:
+        return _kept(x) if pair.has_equal_params() or x.axis < 0 else None
+    if not pair.is_full(x.axis, "slice_sizes"):
+        return pair.other(Why.ROWS)
+    return x if pair.has_equal_params("slice_sizes") else None
+
+
+def _dynamic_update(pair: Pair, xs: list[Relation]) -> Relation | None:
+    array, update, *starts = xs
+    if not all(start.is_equal for start in starts):
+        return None
+    found = common([array, update], pair.num_replicas)
+    if found is None or found.kind in (Kind.INDEX, Kind.NUMBER):
+        return None
+    if found.kind is not Kind.ROWS or found.axis < 0:
+        return found
+    size, whole = (shape_of(atom)[found.axis] for atom in pair.eqn.invars[:2])
+    return found if size == whole else None
+
+
+def _gather(pair: Pair, xs: list[Relation]) -> Relation | None:
+    x, index = xs
+    numbers = pair.eqn.params["dimension_numbers"]
+    ndim, rank = len(shape_of(pair.eqn.outvars[0])), len(shape_of(pair.eqn.invars[0]))
+    batch = [d for d in range(ndim) if d not in numbers.offset_dims]
+    outside = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    window = [d for d in range(rank) if d not in outside]
+    last = len(shape_of(pair.eqn.invars[1])) - 1
+    is_own = x.kind is Kind.ROWS and x.axis >= 0
+    if index.is_equal:
+        if not is_own:
+            return _kept(x) if pair.has_equal_params() else None
+        if x.axis in numbers.start_index_map or x.axis not in window:
+            return pair.other(Why.ROWS)
+        is_full = pair.is_full(x.axis, "slice_sizes")
+        return x._replace(axis=numbers.offset_dims[window.index(x.axis)]) if is_full else None
+    if not pair.has_equal_params() or not 0 <= index.axis < last:
+        return None
+    if index.kind is Kind.ROWS and index.scale == 1:
+        if x.kind is Kind.SAME:
+            return rows(batch[index.axis], x.scale)
+        pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+        is_matched = is_own and (x.axis, index.axis) in pairs
+        return rows(batch[index.axis], x.scale) if is_matched else None
+    if index.kind is Kind.INDEX and is_own and _is_position(pair, index, x.axis):
+        is_collapsed = x.axis in numbers.collapsed_slice_dims
+        columns = index.columns or frozenset({0})
+        is_read = columns == {list(numbers.start_index_map).index(x.axis)} if is_collapsed else None
+        return rows(batch[index.axis], x.scale) if is_read else None
+    return None
+
+
+def _is_position(pair: Pair, index: Relation, axis: int) -> bool:
+    """Whether an index counts the rows of an operand's axis."""
+    numbers = pair.eqn.params["dimension_numbers"]
+    read = getattr(numbers, "start_index_map", None)
+    indexed: Any = numbers.scatter_dims_to_operand_dims if read is None else read
+    return axis in indexed and shape_of(pair.eqn.invars[0])[axis] == index.scale
+
+
+def _scatter(pair: Pair, xs: list[Relation]) -> Relation | None:
+    array, index, update = xs
+    adds = pair.name in ("scatter-add", "scatter-sub")
+    if not (adds or overwrites(pair)):
+        return None
+    numbers = pair.eqn.params["dimension_numbers"]
+    shapes = [shape_of(atom) for atom in pair.eqn.invars]
+    window_dims = numbers.update_window_dims
+    batch = [d for d in range(len(shapes[2])) if d not in window_dims]
+    outside = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window = [d for d in range(len(shapes[0])) if d not in outside]
+    if index.is_equal:
+        found = common([array, update], pair.num_replicas)
+        if found is not None and found.kind in (*_EXACT, Kind.PART):
+            return found
+        if update.kind is not Kind.ROWS or update.axis not in window_dims:
+            return None
+        target = rows(window[list(window_dims).index(update.axis)], update.scale)
+        is_full = shapes[0][target.axis] == shapes[2][update.axis]
+        is_alike = array.kind is Kind.ZERO or array == target
+        is_free = target.axis not in numbers.scatter_dims_to_operand_dims
+        return target if is_full and is_alike and is_free else None
+    if update.kind is not Kind.ROWS or not 0 <= index.axis < len(batch):
+        return None
+    if update.axis != batch[index.axis]:
+        return None
+    if index.kind is Kind.ROWS and index.scale == 1:
+        for axis, by in zip(
+            numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
+        ):
+            if by == index.axis:
+                target = rows(axis, update.scale)
+                return target if array in (ZERO, target) else None
+        found = common([array, part(update.scale)], pair.num_replicas)
+        return found if adds and found is not None and found.kind is Kind.PART else None
+    if index.kind is Kind.INDEX:
+        columns = index.columns or frozenset({0})
+        if len(columns) != 1:
+            return None
+        axis = numbers.scatter_dims_to_operand_dims[next(iter(columns))]
+        target = rows(axis, update.scale)
+        is_row = axis in numbers.inserted_window_dims and _is_position(pair, index, axis)
+        return target if is_row and array in (ZERO, target) else None
+    return None
+
+
+def overwrites(pair: Pair) -> bool:
+    """Whether a `scatter` writes its updates as they are."""
+    program = pair.eqn.params["update_jaxpr"]
+    return pair.name == "scatter" and (program is None or not jaxpr_of(program).eqns)
+
+
+_LAST_TWO = ("cholesky", "lu", "qr", "triangular_solve", "eigh", "svd")
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(SCATTER, guarded(_scatter, "update_jaxpr")),
+    **dict.fromkeys(("cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
+    **dict.fromkeys(("reduce_window_sum", "reduce_window_max"), guarded(_window)),
+    **dict.fromkeys(("reduce_window_min", "select_and_gather_add"), guarded(_window)),
+    **dict.fromkeys(_LAST_TWO, _along_last(2)),
+    "cumsum": _along("axis", is_linear=True),
+    "sort": _along("dimension"),
+    "top_k": _along("axis"),
+    "select_and_scatter_add": guarded(_pooled),
+    "broadcast_in_dim": guarded(_broadcast, "shape", "sharding"),
+    "reshape": guarded(_reshape, "new_sizes", "sharding"),
+    "transpose": guarded(_transpose),
+    "squeeze": guarded(_squeeze),
+    "rev": guarded(_reverse),
+    "slice": _slice,
+    "split": guarded(_split),
+    "stack": guarded(_stack),
+    "unstack": guarded(_unstack),
+    "concatenate": guarded(_joined),
+    "pad": guarded(_pad),
+    "iota": guarded(_iota, "shape", "sharding"),
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": guarded(_dynamic_update),
+    "gather": guarded(_gather, "slice_sizes"),
+}
