@@ -84,7 +84,7 @@ BUDGETS = {
     "data": Size(1400, 13, 27),
     "keras": Size(510, 7, 7),
     "strategy": Size(930, 7, 7),
-    "training": Size(5065, 34, 62),
+    "training": Size(5146, 35, 63),
     "ps": Size(4009, 20, 81),
     "tools": Size(3172, 41, 33),
 }

@@ -28,6 +28,7 @@ MODULES = {  # packages of the extra `test`, and the module that a test imports
     "safetensors": "safetensors",
     "scikit-learn": "sklearn",
     "tensorboardX": "tensorboardX",
+    "universal-pathlib": "upath",
 }
 # Without them, no test can run.
 NEEDED = ("jax", "flax", "optax", "chex", "numpy", "packaging", "rich")

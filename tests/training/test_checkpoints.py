@@ -366,8 +366,8 @@ def test_store_removes_what_an_interrupted_save_left(subtests, tmp_path_factory)
 # Errors
 
 
-def test_store_requires_a_local_directory(subtests):
-    for directory in ["gs://bucket/runs", "", b"/tmp/runs", "a\0b"]:
+def test_store_requires_the_path_of_a_directory(subtests):
+    for directory in ["ftp://bucket/runs", "", b"/tmp/runs", "a\0b"]:
         with subtests.test(msg=repr(directory)):
             with raises(ValueError, names="directory", values=repr(directory)):
                 CheckpointStore(directory)

@@ -18,6 +18,7 @@ from mirror._src.jaxprs.equations import equations
 from mirror._src.jaxprs.primitives import CALLBACK
 from mirror._src.jaxprs.user_lines import user_line
 from mirror._src.training.checkpoints.files import write_file
+from mirror._src.training.paths import path_of_argument
 
 
 def exported(
@@ -83,4 +84,4 @@ def _require_no_callbacks(fn: Callable[..., Any], program: Any) -> None:
 
 def write(path: str | Path, program: bytes) -> None:
     """Writes the program to its path when it is complete and on the disk."""
-    write_file(Path(path), [program])
+    write_file(path_of_argument("path", path), [program])

@@ -532,7 +532,8 @@ class Trainer(Generic[M]):
         In a job of several processes, every process calls it, and the chief writes.
 
         Args:
-            path: The file. It is replaced only when the new one is complete.
+            path: The file, or a URL of an object store. It is replaced only when the new one is
+                complete.
             example: A batch with at least one row, as for `predict`: dtypes and shapes count, not
                 values. `call` takes such a batch.
             fn: As for `predict`.
@@ -629,8 +630,9 @@ class Trainer(Generic[M]):
         processes, every process calls it, and the chief writes.
 
         Args:
-            directory: Directory of checkpoints. This one is the file `step-120.safetensors` at step
-                120, in the format of safetensors.
+            directory: Directory of checkpoints, or a URL of an object store: `s3://bucket/run`.
+                This one is the file `step-120.safetensors` at step 120, in the format of
+                safetensors.
 
         Raises:
             OSError: If the checkpoint cannot be written. Earlier checkpoints remain intact.

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import warnings
 from pathlib import Path
 from typing import ClassVar, final
 
@@ -9,11 +10,13 @@ from mirror._src.base.closing import closing
 from mirror._src.base.errors import require_int, require_secs
 from mirror._src.base.interrupts import TERMINATED, Termination
 from mirror._src.base.modules import set_module
+from mirror._src.base.naming import depth_of_user
 from mirror._src.training.callbacks.callback import Callback, Monitor
 from mirror._src.training.callbacks.stopping import Mode, require_mode
 from mirror._src.training.checkpoints.directory import format_list
 from mirror._src.training.checkpoints.store import CheckpointStore
 from mirror._src.training.loop import FitLoop
+from mirror._src.training.paths import is_remote
 
 
 @set_module("mirror.callbacks")
@@ -37,6 +40,8 @@ class Checkpoint(Callback):
 
     Args:
         directory: Directory of checkpoints, with a file such as `step-120.safetensors` for each.
+            Or a URL of an object store, such as `s3://bucket/run`, where a checkpoint that could
+            not be written is a warning, unless it is the last.
         every_epochs: Number of epochs between checkpoints. 0 disables them.
         every_steps: Number of steps between additional checkpoints. 0 disables them.
         keep: Number of last checkpoints to keep. None keeps all.
@@ -147,7 +152,15 @@ class Checkpoint(Callback):
     def _save(self, fit: FitLoop, metrics: dict[str, float] | None = None) -> None:
         arrays, position = fit.trainer._checkpoint_state()  # a collective in several processes
         if self._store is not None:
-            self._store.save(fit.position.step, arrays, position, metrics)
+            try:
+                self._store.save(fit.position.step, arrays, position, metrics)
+            except OSError as error:
+                is_last = fit.is_complete and not self._asynchronous
+                if is_last or not is_remote(self._store.directory):
+                    raise
+                warnings.warn(f"{error} Training continues.", stacklevel=depth_of_user())
+                if self._asynchronous:  # the error was about an earlier one
+                    self._store.save(fit.position.step, arrays, position, metrics)
         self._saved = fit.position.step
 
     def _save_if_new(self, fit: FitLoop) -> None:

@@ -16,6 +16,7 @@ from mirror._src.base.naming import require_parameters
 from mirror._src.base.optional import require
 from mirror._src.training.callbacks.callback import Callback
 from mirror._src.training.loop import FitLoop
+from mirror._src.training.paths import LocalCopy
 
 
 @set_module("mirror.callbacks")
@@ -24,7 +25,8 @@ class CSVLogger(Callback):
     """Writes one line per epoch to a CSV file.
 
     Args:
-        file: Path of the file; missing directories are created.
+        file: Path of the file; missing directories are created. Or a URL of an object store, to
+            which the file is copied after each epoch.
         append: Whether to append to an existing file. A resumed training always appends, after
             removing the lines of epochs that it repeats.
 
@@ -42,19 +44,20 @@ class CSVLogger(Callback):
     runs_on_chief_only: ClassVar[bool] = True
 
     def __init__(self, file: str | Path, *, append: bool = False) -> None:
-        self._path = Path(file).expanduser()
+        self._copy = LocalCopy("file", file)
         self._append = append
         self._file: TextIO | None = None
 
     def on_fit_begin(self, fit: FitLoop) -> None:
         """Opens the file."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._copy.open()
+        path = self._copy.path
         done = fit.history.epochs
-        appends = (self._append or bool(done)) and self._path.exists()
+        appends = (self._append or bool(done)) and path.exists()
         if appends and done:
-            _remove_later_epochs(self._path, done[-1])
-        self._columns = next(iter(_rows_of(self._path)), None) if appends else None
-        self._file = self._path.open("a" if self._columns else "w", newline="", encoding="utf-8")
+            _remove_later_epochs(path, done[-1])
+        self._columns = next(iter(_rows_of(path)), None) if appends else None
+        self._file = path.open("a" if self._columns else "w", newline="", encoding="utf-8")
 
     def on_epoch_end(self, fit: FitLoop, logs: dict[str, float]) -> None:
         """Writes a line, and the header before the first."""
@@ -66,17 +69,19 @@ class CSVLogger(Callback):
             writer.writerow(columns)
         if columns != self._columns:
             raise ValueError(
-                f"{self._path} has the columns {', '.join(self._columns)}, but this epoch has "
-                f"{', '.join(columns)}. Use another file."
+                f"{self._copy.target} has the columns {', '.join(self._columns)}, but this epoch "
+                f"has {', '.join(columns)}. Use another file."
             )
         writer.writerow([fit.history.epochs[-1] + 1, *logs.values()])
         self._file.flush()
+        self._copy.upload()
 
     def on_fit_end(self, fit: FitLoop) -> None:  # noqa: ARG002
         """Closes the file."""
         if self._file is not None:
             self._file.close()
         self._file = None
+        self._copy.close()
 
 
 def _rows_of(path: Path) -> list[list[str]]:
@@ -105,7 +110,8 @@ class TensorBoard(Callback):
     """Writes the metrics of epochs, and optionally of steps, for TensorBoard.
 
     Args:
-        directory: Log directory.
+        directory: Log directory. Or a URL of an object store, to which the log is copied after each
+            epoch.
         every_steps: Number of steps between additional entries. 0 writes only epochs.
         program: Whether to write the text of the compiled step, at the first step.
 
@@ -127,7 +133,7 @@ class TensorBoard(Callback):
     ) -> None:
         require_int("every_steps", every_steps, 0)
         self._writer_class = require("tensorboardX").SummaryWriter
-        self._directory = Path(directory).expanduser()
+        self._copy = LocalCopy("directory", directory)
         self._every_steps = every_steps
         self._program = program
         self._written = 0
@@ -135,8 +141,9 @@ class TensorBoard(Callback):
 
     def on_fit_begin(self, fit: FitLoop) -> None:
         """Opens the log."""
+        self._copy.open()
         suffix = f".{time.time_ns()}"  # two logs of one second must not share a file
-        self._writer = self._writer_class(str(self._directory), filename_suffix=suffix)
+        self._writer = self._writer_class(str(self._copy.path), filename_suffix=suffix)
         self._written = fit.position.step
 
     def on_step(self, fit: FitLoop) -> None:
@@ -156,12 +163,14 @@ class TensorBoard(Callback):
         """Writes the metrics of the epoch."""
         self._add(logs, fit.history.epochs[-1] + 1)
         self._writer.flush()
+        self._copy.upload()
 
     def on_fit_end(self, fit: FitLoop) -> None:  # noqa: ARG002
         """Closes the log."""
         if self._writer is not None:
             self._writer.close()
         self._writer = None
+        self._copy.close()
 
     def _add(self, logs: dict[str, float], step: int) -> None:
         for name, value in logs.items():
@@ -268,7 +277,7 @@ class Profiler(Callback):
     """Profiles a range of steps with `jax.profiler`; open the result in TensorBoard or Perfetto.
 
     Args:
-        directory: Directory to write the profile to.
+        directory: Directory to write the profile to. Or a URL of an object store.
         steps: Half-open range `(start, stop)` of steps to profile, counted from 0 in every `fit`.
             The default skips the first steps, which include compilation.
 
@@ -284,12 +293,13 @@ class Profiler(Callback):
         first, last = steps
         if not 0 <= first < last:
             raise ValueError(expected("steps", steps, "a range (start, stop), 0 <= start < stop"))
-        self._directory = Path(directory).expanduser()
+        self._copy = LocalCopy("directory", directory)
         self._first, self._last = first, last
         self._running = False
 
     def on_fit_begin(self, fit: FitLoop) -> None:
         """Resets the step counter, and starts the profile if it begins at step 0."""
+        self._copy.open()
         self._begin = fit.position.step
         self._start_if_due(0)
 
@@ -304,10 +314,11 @@ class Profiler(Callback):
     def on_fit_end(self, fit: FitLoop) -> None:  # noqa: ARG002
         """Stops the profile after an error, or if there were fewer steps."""
         self._stop()
+        self._copy.close()
 
     def _start_if_due(self, done: int) -> None:
         if not self._running and self._first <= done < self._last:
-            jax.profiler.start_trace(str(self._directory))
+            jax.profiler.start_trace(str(self._copy.path))
             self._running = True
 
     def _stop(self) -> None:

@@ -2,7 +2,7 @@
 
 The checkpoint for step 120 is the file `step-120.safetensors`, which gets this name when it is
 complete and on the disk. After an interrupt or a power failure at any point, every file with such a
-name can be loaded.
+name can be loaded. In an object store, it is an object, which appears when it is complete.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import numpy as np
 
 from mirror._src.base.errors import expected
 from mirror._src.training.checkpoints import files
+from mirror._src.training.paths import is_remote, path_of_argument, shorten
 
 Best: TypeAlias = tuple[str, Literal["min", "max"]]
 
@@ -29,13 +30,10 @@ _MOST_SHOWN = 12
 
 
 def absolute(directory: str | os.PathLike[str]) -> Path:
-    """Returns the absolute path of a local directory."""
-    text = os.fspath(directory)
-    if not isinstance(text, str) or not text or "://" in text or "\0" in text:
-        raise ValueError(f"`directory` must be the path of a local directory, got {text!r}.")
-    path = Path(text).expanduser()
+    """Returns the absolute path of a directory."""
+    path = path_of_argument("directory", directory)
     try:
-        return path.resolve()
+        return path if is_remote(path) else path.resolve()
     except RuntimeError:  # in Python 3.11 and 3.12, for a link to itself; opening it fails
         return path.absolute()
 
@@ -55,10 +53,14 @@ def checkpoints_in(directory: Path) -> dict[int, Path]:
     """Returns the checkpoints by step, in order. A directory that does not exist has none."""
     try:
         paths = {step_of(path): path for path in directory.iterdir()}
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # ELOOP: a link to itself
+        if error.errno == errno.ELOOP:  # a link to itself
             return {}
         raise
+    except Exception as error:
+        raise OSError(f"Could not list {directory}: {shorten(error)}.") from error
     return {step: paths[step] for step in sorted(step for step in paths if step is not None)}
 
 
@@ -100,12 +102,6 @@ def best_of(headers: Mapping[int, Mapping[str, Any]], rule: Best) -> int | None:
     return max(ranked)[1] if ranked else None
 
 
-def shorten(error: BaseException) -> str:
-    """Returns the text of an error, for the middle of a sentence."""
-    text = getattr(error, "strerror", None) or str(error)
-    return f"{text or type(error).__name__:.300}".rstrip(".")
-
-
 def format_list(names: Iterable[Any]) -> str:
     """Returns a list such as `1, 2, 3`, with the last twelve names at most."""
     texts = [str(name) for name in names]
@@ -137,7 +133,7 @@ def load_checkpoint(
     """Reads a whole checkpoint into NumPy arrays, without using any device.
 
     Args:
-        directory: Directory that checkpoints were saved to.
+        directory: Directory that checkpoints were saved to, also `s3://` and `gs://`.
         step: A step; `"last"` for the checkpoint written last; or `"best"`, by the metric that
             `Checkpoint(monitor=...)` named last.
 

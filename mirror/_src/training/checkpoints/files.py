@@ -26,6 +26,7 @@ import numpy as np
 
 from mirror._src.base.errors import bytes_in_words, expected
 from mirror._src.base.types import ARRAY_LIKE
+from mirror._src.training.paths import is_remote, put
 
 RESERVED = "__metadata__"
 """The name that an array in a file cannot have."""
@@ -108,9 +109,12 @@ def write(path: Path, arrays: Mapping[str, np.ndarray | KeyData], metadata: dict
 def write_file(path: Path, pieces: Iterable[Any]) -> None:
     """Writes a file, and moves it to its path when it is complete and on the disk.
 
+    Object stores have no names for parts of a file: it gets its name when all of it has arrived.
     What was only written, or renamed, is in the memory of the operating system; `os.fsync` writes a
     file, or the names in a directory, to the disk.
     """
+    if is_remote(path):
+        return put(path, b"".join(pieces))
     unfinished = path.with_name(path.name + UNFINISHED)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

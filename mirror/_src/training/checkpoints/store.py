@@ -16,6 +16,7 @@ import numpy as np
 from mirror._src.base.closing import closing
 from mirror._src.training.checkpoints import files
 from mirror._src.training.checkpoints.directory import (
+    LOCK,
     Best,
     absolute,
     best_of,
@@ -25,11 +26,11 @@ from mirror._src.training.checkpoints.directory import (
     next_written,
     path_of,
     remove_leftovers,
-    shorten,
     step_of,
 )
 from mirror._src.training.checkpoints.files import KeyData, on_host
 from mirror._src.training.checkpoints.writer_lock import WriterLock
+from mirror._src.training.paths import is_remote, put, shorten
 
 _SECS_TO_SAY = 0.5
 
@@ -39,7 +40,8 @@ class CheckpointStore:
     """A directory to which one process at a time writes, and others may read.
 
     Args:
-        directory: Path of the directory, which is created if necessary; `~` is expanded.
+        directory: Path of the directory, which is created if necessary; `~` is expanded. Or a URL
+            of an object store.
         keep_last: Number of checkpoints to keep, including the one just written. None keeps all.
         keep_best: Name of a metric, and whether its best value is the `"min"` or the `"max"`. The
             best checkpoint is kept as well.
@@ -96,7 +98,7 @@ class CheckpointStore:
             )
         self.wait()
         path = path_of(self.directory, step)
-        if path.exists() and step_of(path) is None:
+        if not is_remote(path) and path.exists() and step_of(path) is None:
             raise FileExistsError(
                 f"{path} already exists and is not a file. Move it away, or save to another "
                 "directory."
@@ -125,8 +127,8 @@ class CheckpointStore:
         self._writing = None
         failure = error and OSError(
             f"Could not write the checkpoint for step {writing.step} to {self.directory}: "
-            f"{shorten(error)}. Existing checkpoints are intact: {format_list(self.steps())}. "
-            "Free disk space, or save to another directory."
+            f"{shorten(error)}. Existing checkpoints are intact{self._existing()}. Free space, or "
+            "save to another directory."
         )
         if interrupt is not None:
             if failure is not None:
@@ -134,6 +136,12 @@ class CheckpointStore:
             raise interrupt
         if failure is not None:
             raise failure from error
+
+    def _existing(self) -> str:
+        try:
+            return f": {format_list(self.steps())}"
+        except OSError:  # of a store that cannot be reached
+            return ""
 
     def close(self) -> None:
         """Waits for pending writes, and rejects further calls of `save`."""
@@ -236,12 +244,16 @@ class _Write(threading.Thread):
 def _make_ready(directory: Path) -> WriterLock:
     """Creates and locks the directory, and cleans up after interrupted stores."""
     try:
+        if is_remote(directory):
+            put(directory / LOCK, b"")
+            (directory / LOCK).unlink()
+            return WriterLock.acquire(directory)
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()
         lock = WriterLock.acquire(directory)
     except BlockingIOError:
         raise
-    except OSError as error:
+    except Exception as error:  # stores have others than OSError
         raise OSError(
             f"Could not write checkpoints to {directory}: {shorten(error)}. Pass a directory that "
             "can be created and is writable."

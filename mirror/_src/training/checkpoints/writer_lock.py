@@ -2,7 +2,7 @@
 
 The lock is a POSIX record lock of a file in the directory. The operating system releases it when
 the process ends in any way, and a forked process does not inherit it. It works on NFS; where a file
-system has no locks, nothing protects the directory.
+system has no locks, and in object stores, nothing protects the directory.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import final
 
 from mirror._src.training.checkpoints.directory import LOCK
+from mirror._src.training.paths import is_remote
 
 try:
     import fcntl
@@ -39,7 +40,9 @@ class WriterLock:
         self.mutex = threading.RLock()
         self._key = os.getpid(), directory
         self._users = 0
-        self._descriptor = _locked(directory / LOCK) if fcntl is not None else None
+        self._descriptor: int | None = None
+        if fcntl is not None and not is_remote(directory):
+            self._descriptor = _locked(directory / LOCK)
 
     @classmethod
     def acquire(cls, directory: Path) -> "WriterLock":
