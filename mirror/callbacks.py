@@ -17,6 +17,7 @@ from mirror._src.training.callbacks.progress_bar import ProgressBar as ProgressB
 from mirror._src.training.callbacks.stopping import EarlyStopping as EarlyStopping
 from mirror._src.training.callbacks.stopping import NaNGuard as NaNGuard
 from mirror._src.training.callbacks.throughput import Throughput as Throughput
+from mirror._src.training.callbacks.trackers import Tracker as Tracker
 from mirror._src.training.loop import FitLoop as FitLoop
 
 _explain_unknown_names("mirror.callbacks")

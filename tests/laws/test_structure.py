@@ -84,7 +84,7 @@ BUDGETS = {
     "data": Size(1400, 13, 27),
     "keras": Size(510, 7, 7),
     "strategy": Size(930, 7, 7),
-    "training": Size(5146, 35, 63),
+    "training": Size(5319, 36, 65),
     "ps": Size(4009, 20, 81),
     "tools": Size(3172, 41, 33),
 }
@@ -330,7 +330,7 @@ MODULES = {
     "debugging": "Table Watch set_log_device_placement visualize_placement watch",
     "callbacks": """
         CSVLogger Callback Checkpoint EMA EarlyStopping LearningRate Log NaNGuard Profiler
-        ProgressBar TensorBoard Throughput FitLoop
+        ProgressBar TensorBoard Throughput Tracker FitLoop
     """,
     "data": "ArrayDataset from_arrays",
     "ps": """

@@ -108,7 +108,7 @@ def code_of(fn: Callable[..., Any]) -> CodeType | None:
     return getattr(fn, "__code__", None)
 
 
-def depth_of_user(caller: str = "") -> int:
+def depth_of_user(caller: str = "mirror") -> int:
     """Returns the `stacklevel` with which `warnings.warn` shows the user's line.
 
     Args:
@@ -116,8 +116,8 @@ def depth_of_user(caller: str = "") -> int:
     """
     frame, depth = sys._getframe(1), 1
     while frame.f_back is not None:
-        package = frame.f_globals.get("__package__")
-        if not is_our_module(package) and (not caller or not _is_in(package, caller)):
+        package = frame.f_globals.get("__package__") or frame.f_globals.get("__name__")
+        if not any(_is_in(package, skipped) for skipped in ("mirror", "contextlib", caller)):
             break
         frame, depth = frame.f_back, depth + 1
     return depth

@@ -48,10 +48,19 @@ def put(path: Any, data: bytes) -> None:
     path.fs.pipe_file(path.path, data)
 
 
+def fetched(path: Any, folder: str) -> Path:
+    """Returns a local path, or the copy of what is in a store, in a folder."""
+    if not is_remote(path):
+        return Path(path)
+    local = Path(folder) / path.name
+    path.fs.get(path.path, str(local), recursive=True)
+    return local
+
+
 def shorten(error: BaseException) -> str:
     """Returns the text of an error, for the middle of a sentence."""
     text = getattr(error, "strerror", None) or str(error)
-    return f"{text or type(error).__name__:.300}".rstrip(".")
+    return f"{' '.join(text.split()) or type(error).__name__:.300}".rstrip(".")
 
 
 @final
@@ -73,8 +82,8 @@ class LocalCopy:
         if is_remote(self.target):
             self._folder = tempfile.mkdtemp()
             self.path = Path(self._folder) / self.target.name
-            if self.target.is_file():
-                self.path.write_bytes(self.target.read_bytes())
+            if self.target.is_file():  # to a directory, new files are added
+                fetched(self.target, self._folder)
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def upload(self) -> None:

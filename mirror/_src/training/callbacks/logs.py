@@ -182,8 +182,7 @@ class TensorBoard(Callback):
 class Log(Callback):
     """Calls a function with the metrics of epochs, and optionally of steps.
 
-    It connects experiment trackers: `Log(wandb.log)` for Weights & Biases,
-    `Log(mlflow.log_metrics)` for MLflow.
+    For experiment trackers, see `Tracker`.
 
     Args:
         fn: Function `(metrics, step)`. `metrics` is a dict of floats, and `step` the number of
@@ -204,7 +203,7 @@ class Log(Callback):
     runs_on_chief_only: ClassVar[bool] = True
 
     def __init__(self, fn: Callable[[dict[str, float], int], Any], *, every_steps: int = 0) -> None:
-        fix = "For example: Log(wandb.log), or Log(lambda metrics, step: print(step, metrics))."
+        fix = "For example: Log(lambda metrics, step: print(step, metrics))."
         if not callable(fn):
             raise TypeError(expected("fn", fn, "a function (metrics, step)", fix))
         require_parameters(fn, "`fn`", ("metrics", "step"), fix)
