@@ -16,9 +16,9 @@ from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.all_reduce import AllReduce
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
 from mirror._src.engine.executor import Executor, MeshExecutor
-from mirror._src.engine.mapping import uses_gloo
 from mirror._src.engine.one_device import ReductionToOneDevice
 from mirror._src.engine.staged.executor import StagedExecutor
+from mirror._src.passes.collective_rules import uses_gloo
 
 _logger = logging.getLogger("mirror")
 _TEST_SECS = 30.0  # XLA itself ends the process if NCCL has not started after about 40 s
