@@ -66,8 +66,8 @@ def least_share(leaves: Sequence[jax.Array], num_devices: int) -> float:
 
 
 def measure_sharded(name: str, num_devices: int) -> dict[str, float]:
-    """Returns the fraction of the optimizer state on the fullest device with `shard_update`."""
-    strategy = mirror.MirroredStrategy(names_of(num_devices), shard_update=True)
+    """Returns the fraction of the optimizer state on the fullest device in slices."""
+    strategy = mirror.MirroredStrategy(names_of(num_devices), shard="optimizer")
     contender = mirror_plain(BY_NAME[name], strategy)
     contender.advance(_STEPS)
     state, _ = contender.arrays()
@@ -92,7 +92,7 @@ def measure_peak(
 
 
 def measure_memory(name: str, num_devices: int) -> dict[str, Any]:
-    """Measures the memory of a device, by default and with `shard_update`.
+    """Measures the memory of a device, by default and in slices.
 
     Returns:
         `state_bytes`, the size of the state; `copies`, the number of copies before and after some

@@ -74,8 +74,8 @@ def _item_bytes(dtype: str) -> int:
 def strategy_of_processes() -> mirror.Strategy:
     """Returns a strategy on the host devices of this process, as if each had a process."""
 
-    def choose(replicas: Any, ops: Any, *, shard_update: bool = False) -> Any:
-        del shard_update
+    def choose(replicas: Any, ops: Any, shard: Any = "none") -> Any:
+        del shard
         limit = ops._packed_bytes(on_host=True, spans_processes=True)
         return MeshExecutor(replicas, pack_bytes=limit, mapping="shard_map")
 

@@ -165,7 +165,7 @@ def memory_table(done: Sequence[Done]) -> Table:
         )
     headers = ["model", "devices", "state KiB", "copies before", "copies after", "reused", "S5"]
     title = (
-        "Memory of the fullest device (S5: one copy; all buffers reused; with shard_update, the "
+        "Memory of the fullest device (S5: one copy; all buffers reused; in slices, the "
         "least possible fraction of the optimizer state)"
     )
     headers += ["optimizer sharded", "at best", "S5", "peak MiB", "estimated"]

@@ -757,7 +757,7 @@ def test_log_shows_collectives_of_batch_statistics(lines, two):
 
 def test_log_shows_what_a_sharded_update_sends(lines):
     """Not the all-reduce of the step, which it replaces."""
-    strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], shard_update=True)
+    strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], shard="optimizer")
     with strategy.scope():
         model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)

@@ -24,7 +24,7 @@ STRATEGIES = {
     **ONE,
     **EXECUTORS,
     **PAIRS,
-    "sharded": functools.partial(cpu_strategy, 2, shard_update=True),
+    "sharded": functools.partial(cpu_strategy, 2, shard="optimizer"),
 }
 COMPILED = "/jax/core/compile/backend_compile_duration"
 SECS = 60.0

@@ -216,8 +216,8 @@ def test_steps_sum_half_precision_in_single_in_custom_ops(dtype):
 
 
 @rows("dtype", HALVES)
-def test_shard_update_scatters_half_precision_in_single(dtype):
-    strategy = cpu_strategy(4, shard_update=True)
+def test_sharded_update_scatters_half_precision_in_single(dtype):
+    strategy = cpu_strategy(4, shard="optimizer")
     x = PerReplica([np.ones((4, 4), dtype)] * 4)
     with strategy.scope():
         total = nnx.metrics.MetricState(jnp.zeros((4, 4)))

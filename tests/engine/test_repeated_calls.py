@@ -28,7 +28,7 @@ MAKERS = {
     "one replica": lambda: mirror.MirroredStrategy(["/cpu:0"]),
     "pmap": lambda: mirror.MirroredStrategy(["/cpu:0", "/cpu:1"]),
     "vmap": lambda: mirror.MirroredStrategy(["/cpu:0"], replicas_per_device=2),
-    "sharded": lambda: mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], shard_update=True),
+    "sharded": lambda: mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], shard="optimizer"),
 }
 
 

@@ -52,7 +52,7 @@ class Case:
         sample_weight: Whether the losses have weights of examples.
         penalty: Whether the loss has a penalty.
         precision: Precision of the layers.
-        shard_update: Whether the update is sharded.
+        shard: What is stored in slices.
         dtypes: Dtypes of the metrics.
     """
 
@@ -69,7 +69,7 @@ class Case:
     sample_weight: bool = False
     penalty: bool = False
     precision: str | None = None
-    shard_update: bool = False
+    shard: str = "none"
     dtypes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -284,7 +284,7 @@ def strategy_of(case: Case) -> mirror.MirroredStrategy:
             return mirror.MirroredStrategy(devices[: n // 2], replicas_per_device=2)
         case "staged":
             return mirror.MirroredStrategy(devices[:n], mirror.ReductionToOneDevice())
-    return mirror.MirroredStrategy(devices[:n], shard_update=case.shard_update)
+    return mirror.MirroredStrategy(devices[:n], shard=case.shard)
 
 
 def trainer_of(case: Case) -> mirror.Trainer[Net]:

@@ -326,15 +326,20 @@ ADVICE = {  # name: how many MiB, the largest kind, other sizes in the advice, t
         {"optimizer_state": 80},
         "Optimizer state",
         ["40.0 MiB"],
-        ["MirroredStrategy(shard_update=True)", "optax.adafactor"],
+        ["MirroredStrategy(shard='optimizer')", "optax.adafactor"],
     ),
     "one device": (
         {"devices": 1, "optimizer_state": 80},
         "Optimizer state",
         [],
-        ["MirroredStrategy(shard_update=True)", "optax.adafactor"],
+        ["MirroredStrategy(shard='optimizer')", "optax.adafactor"],
     ),
-    "parameters": ({"parameters": 80}, "Parameters", [], ["param_dtype=jnp.bfloat16", "jax.jit"]),
+    "parameters": (
+        {"parameters": 80},
+        "Parameters",
+        ["40.0 MiB"],
+        ["param_dtype=jnp.bfloat16", "MirroredStrategy(shard='model')"],
+    ),
     "state": ({"other_state": 80}, "Other state", [], []),
     "arguments": ({"arguments": 80}, "Arguments", [], ["distribute_dataset"]),
     "batch": ({"batch": 80}, "Batch", [], ["prefetch=0"]),
@@ -356,7 +361,7 @@ def test_advice_does_not_suggest_sharding_sharded_state():
     sharded = MemoryGroup(Kind.OPTIMIZER_STATE, "optimizer", 2, 8 * 2**20, (4 * 2**20,) * 2)
     found = MemoryReport("train", ("a", "b"), 2, "cpu", False, (sharded,), 0, 0)
     assert_message(found.advice, values=2, fix="optax.adafactor")
-    assert "shard_update" not in found.advice
+    assert "shard=" not in found.advice
 
 
 def test_report_has_a_table_and_json():
@@ -569,7 +574,7 @@ def test_command_prefers_accelerators(monkeypatch):
     there = tuple(jax.devices("cpu"))
 
     def made(asked):
-        return [s.devices for s in command._strategies(asked, 1, shard_update=False)]
+        return [s.devices for s in command._strategies(asked, 1, shard="none")]
 
     assert list(map(len, made(None))) == [1, 2, 4]
     monkeypatch.setattr(command, "MirroredStrategy", stand_in_strategy)
@@ -579,7 +584,7 @@ def test_command_prefers_accelerators(monkeypatch):
     assert made(None) == [there[6:7], there[6:8]]
 
 
-def stand_in_strategy(devices, ops, replicas_per_device, shard_update):
+def stand_in_strategy(devices, ops, replicas_per_device, shard):
     """Has only devices, which need not exist."""
     return types.SimpleNamespace(devices=tuple(devices))
 

@@ -29,13 +29,13 @@ HERE = os.path.basename(__file__)
 CPUS = [f"/cpu:{i}" for i in range(4)]
 LAYOUTS = {
     "pmap": lambda: mirror.MirroredStrategy(CPUS),
-    "shard_update": lambda: mirror.MirroredStrategy(CPUS, shard_update=True),
+    "shard": lambda: mirror.MirroredStrategy(CPUS, shard="optimizer"),
     "vmap": lambda: mirror.MirroredStrategy(CPUS[:1], replicas_per_device=4),
     "vmap on devices": lambda: mirror.MirroredStrategy(CPUS[:2], replicas_per_device=2),
     "staged": lambda: mirror.MirroredStrategy(CPUS, mirror.ReductionToOneDevice()),
     "one replica": lambda: mirror.MirroredStrategy(CPUS[:1]),
 }
-NAMES_REPLICA = {"pmap", "shard_update", "staged"}
+NAMES_REPLICA = {"pmap", "shard", "staged"}
 
 
 @pytest.fixture(autouse=True)

@@ -220,9 +220,9 @@ def test_trainer_says_how_keras_models_train(model):
 
 
 def test_sharded_update_of_a_keras_model_is_one_warning():
-    strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], shard_update=True)
+    strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], shard="optimizer")
     with strategy.scope():
-        with pytest.warns(UserWarning, match="shard_update=True") as caught:
+        with pytest.warns(UserWarning, match="shard='optimizer'") as caught:
             keras.Sequential([keras.layers.Dense(1)])
         assert len(caught) == 1
         keras.Sequential([keras.layers.Dense(1)])

@@ -263,7 +263,7 @@ def sharded_by_hand(model: Model) -> GpuProgram:
 def test_sharded_update_is_the_one_of_jit():
     model = mlp()
     wanted = sharded_by_hand(model)
-    program = compiled(step_of(model, average), model, strategy_of(shard_update=True))
+    program = compiled(step_of(model, average), model, strategy_of(shard="optimizer"))
     require_equal(program, wanted)
     lost = gpu_programs.differences(by_hand("MLP"), wanted)
     assert any("reduce-scatter" in sentence for sentence in lost)
@@ -273,7 +273,7 @@ def test_sharded_update_scatters_during_the_backward_pass():
     """XLA's own buckets are so large that the gradients of all layers must exist at once."""
     model = wide()
     wanted = sharded_by_hand(model)
-    program = compiled(step_of(model, average), model, strategy_of(shard_update=True))
+    program = compiled(step_of(model, average), model, strategy_of(shard="optimizer"))
     scatters = [
         [each for each in collectives if each.kind == "reduce-scatter"]
         for collectives in (program.collectives, wanted.collectives)

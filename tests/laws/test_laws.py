@@ -64,7 +64,7 @@ EXECUTORS = {
     "vmap on 2": lambda: cpu_strategy(2, replicas_per_device=2),
     "staged": lambda: cpu_strategy(4, cross_device_ops=ON_HOST),
     "staged on 2": lambda: cpu_strategy(2, replicas_per_device=2, cross_device_ops=ON_HOST),
-    "sharded": lambda: cpu_strategy(4, shard_update=True),
+    "sharded": lambda: cpu_strategy(4, shard="optimizer"),
 }
 
 

@@ -6,6 +6,7 @@ same values, and its collectives are those of the compiled program.
 
 import functools
 import itertools
+import math
 import re
 from collections import Counter
 
@@ -129,7 +130,8 @@ class Case:
     def after(self, names):
         """Returns the program after the passes of these names."""
         passes = [each for each in PASSES if each.name in names]
-        return rewritten([self.jaxpr, self.finish], self.settings, passes)
+        settings = self.settings._replace(min_bytes=1 if "gathers" in names else math.inf)
+        return rewritten([self.jaxpr, self.finish], settings, passes)
 
     def compiled(self, names, executor=None):
         """Returns the results of the program after passes, and the text of what XLA compiled."""

@@ -17,7 +17,7 @@ MAPPINGS = {
     "vmap": lambda **name: cpu_strategy(1, replicas_per_device=4, **name),
     "vmap on 2": lambda **name: cpu_strategy(2, replicas_per_device=2, **name),
     "staged": lambda **name: cpu_strategy(4, cross_device_ops=ON_HOST, **name),
-    "sharded": lambda **name: cpu_strategy(4, shard_update=True, **name),
+    "sharded": lambda **name: cpu_strategy(4, shard="optimizer", **name),
 }
 
 

@@ -31,11 +31,10 @@ OWNERS = {
     "jax.lax.psum": (
         "engine.in_step",
         "passes.collective_rules",
-        "passes.order.tree",
-        "passes.shard",
+        "passes.slices",
     ),
     "jax.lax.pmean": "engine.in_step",
-    "jax.lax.psum_scatter": ("passes.evaluate", "passes.order.tree"),
+    "jax.lax.psum_scatter": "passes.evaluate",
     "jax.lax.all_gather": (
         "engine.in_step",
         "passes.collective_rules",
@@ -75,17 +74,17 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(990, 23, 14),
-    "devices": Size(2070, 24, 26),
+    "base": Size(991, 23, 14),
+    "devices": Size(2094, 24, 26),
     "cluster": Size(1100, 9, 20),
-    "jaxprs": Size(2711, 23, 28),
-    "passes": Size(2144, 18, 31),
-    "engine": Size(5148, 54, 68),
-    "inspection": Size(2000, 16, 23),
-    "data": Size(1458, 14, 28),
-    "keras": Size(510, 7, 7),
-    "strategy": Size(930, 7, 7),
-    "training": Size(5329, 36, 65),
+    "jaxprs": Size(2714, 23, 28),
+    "passes": Size(2578, 20, 34),
+    "engine": Size(5177, 55, 68),
+    "inspection": Size(2009, 16, 23),
+    "data": Size(1400, 13, 27),
+    "keras": Size(511, 7, 7),
+    "strategy": Size(996, 8, 8),
+    "training": Size(5319, 36, 65),
     "ps": Size(4009, 20, 81),
     "tools": Size(3172, 41, 33),
 }
@@ -358,7 +357,7 @@ MEMBERS = {
     "Strategy": """
         check_mirrored cross_device_ops devices distribute_dataset distribute_datasets_from_function
         distribute_values_from_function explain gather inspect is_chief local_devices
-        local_replica_ids local_results num_replicas_in_sync reduce run scope shard_update verify
+        init local_replica_ids local_results num_replicas_in_sync reduce run scope shard verify
     """,
     "ReplicaContext": """
         all_gather all_reduce devices fold_in num_replicas_in_sync replica_id_in_sync_group shared

@@ -279,9 +279,9 @@ def no_reduce_scatter_over_gloo():
         place = group.index(i) * 2 * size
         part = values[group].sum(0)[place : place + 2 * size]
         assert (np.asarray(grouped.values[k]) == part).all()
-    local = mirror.MirroredStrategy(jax.local_devices(), shard_update=True)
+    local = mirror.MirroredStrategy(jax.local_devices(), shard="optimizer")
     if len(local.devices) > 1:
-        assert not local._runner._executor.can_shard
+        assert not local._runner._executor.slices
         rows = mirror.PerReplica.from_stacked(values[: len(local.devices)])
         assert "reduce_scatter" not in local._runner.lower(halved, (rows,), {}).as_text()
 

@@ -66,9 +66,9 @@ def test_arguments_that_do_not_go_with_it():
         mirror.MirroredStrategy(jax.devices("cpu")[:2], replicas=4)
 
 
-def test_shard_update_has_no_effect_and_says_so(caplog):
+def test_shard_has_no_effect_and_says_so(caplog):
     with caplog.at_level("INFO", logger="mirror"):
-        assert not cpu_strategy(2, replicas=2, shard_update=True).shard_update
+        assert cpu_strategy(2, replicas=2, shard="optimizer").shard == "none"
     assert "the number of replicas is fixed" in caplog.text
 
 

@@ -724,6 +724,11 @@ def compiled_step(
     return examined.lowered.compile()
 
 
+def slice_arrays_from(num_bytes: int, patch: pytest.MonkeyPatch) -> None:
+    """Lets `shard="model"` store arrays of this size in slices, for small tests."""
+    patch.setattr(choice, "_SLICE_BYTES", num_bytes)
+
+
 def forget_strategies() -> None:
     """Forgets the strategies of other tests, about which a lone `Trainer` would be warned."""
     strategy_base.strategies.clear()

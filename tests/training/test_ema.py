@@ -59,7 +59,7 @@ class Averages(callbacks.Callback):
 STRATEGIES = {
     **EXECUTORS,
     **PAIRS,
-    "sharded": lambda: cpu_strategy(2, shard_update=True),
+    "sharded": lambda: cpu_strategy(2, shard="optimizer"),
 }
 
 

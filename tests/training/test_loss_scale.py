@@ -161,7 +161,7 @@ WAYS = {
         "steps_per_execution": 2,
     },
     "adam, sharded": {
-        "strategy": lambda: cpu_strategy(4, shard_update=True),
+        "strategy": lambda: cpu_strategy(4, shard="optimizer"),
         "tx": lambda: optax.chain(optax.clip_by_global_norm(0.01), optax.adam(0.1)),
     },
     "an nnx.Optimizer": {"optimizer": True},
@@ -216,7 +216,7 @@ def check_training_with_skipped_steps_is_one_on_the_other_batches(way):
 @pytest.mark.slow
 def test_sharded_update_stays_sharded():
     trainer = trainer_of(
-        cpu_strategy(4, shard_update=True), optax.adam(0.1), loss_scale=LossScale()
+        cpu_strategy(4, shard="optimizer"), optax.adam(0.1), loss_scale=LossScale()
     )
     fit(trainer, [GOOD])
     kernel = trainer.optimizer.opt_state[0].mu["first"]["kernel"][...]

@@ -69,7 +69,7 @@ def test_summary_shows_layers_and_totals(subtests, rows):
 
 def test_summary_counts_what_is_stored_on_a_device():
     """Before the first step, and after it, when the update may be sharded."""
-    strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], shard_update=True)
+    strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], shard="optimizer")
 
     class Wide(nnx.Module):
         def __init__(self):

@@ -1,7 +1,7 @@
 """Types of arrays and trees, and the name of the replica axis."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar, final
+from typing import Any, Literal, TypeAlias, TypeVar, final
 
 import jax
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 Array: TypeAlias = jax.Array
 ArrayLike: TypeAlias = jax.typing.ArrayLike
 PyTree: TypeAlias = Any
+Shard: TypeAlias = Literal["none", "optimizer", "model"]
 StepFunction: TypeAlias = Callable[..., Any]
 
 K = TypeVar("K")

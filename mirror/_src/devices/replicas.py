@@ -1,6 +1,7 @@
 """The devices of the replicas, their mesh, and the layout of arrays on them."""
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from mirror._src.base.dtypes import num_bytes
 from mirror._src.base.types import REPLICA_AXIS, Array
 from mirror._src.devices.backend import names, type_of
 from mirror._src.devices.described import is_described
@@ -34,6 +36,32 @@ class Kind(NamedTuple):
         return [cls(is_own) for is_own in per_replica]
 
 
+def shard_axis(shape: Sequence[int], num_replicas: int) -> int | None:
+    """Returns the axis to shard an array along; `None` if no axis is divisible.
+
+    It depends on the shape only, so that all programs store an array in the same slices. The first
+    axis of three or more may number the layers that a loop goes through, row by row, or the rows of
+    a convolution's kernel: it is the last choice.
+    """
+    axes = [*range(len(shape))]
+    if len(axes) > 2:
+        axes = [*axes[1:], 0]
+    return next((d for d in axes if shape[d] and shape[d] % num_replicas == 0), None)
+
+
+def stored_axis(aval: Any, num_replicas: int, min_bytes: float) -> int | None:
+    """Returns the axis along which state of this type is stored in slices; `None` if it is whole.
+
+    Args:
+        aval: Shape and dtype.
+        num_replicas: Number of replicas.
+        min_bytes: Size from which arrays are stored in slices.
+    """
+    if math.isinf(min_bytes) or jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return None
+    return shard_axis(aval.shape, num_replicas) if num_bytes(aval) >= min_bytes else None
+
+
 class ReplicaDevices:
     """The devices of the replicas, and their mesh with the replica axis.
 
@@ -49,6 +77,7 @@ class ReplicaDevices:
         axis_name: Name of the replica axis.
         in_turn: Whether each device runs its replicas in turn, which gives the same bits on any
             number of devices.
+        slice_bytes: Size from which mirrored state is stored in slices, one on each device.
 
     Attributes:
         devices: Device of each replica.
@@ -73,9 +102,11 @@ class ReplicaDevices:
         axis_name: str = REPLICA_AXIS,
         *,
         in_turn: bool = False,
+        slice_bytes: float = math.inf,
     ) -> None:
         self.devices = devices
         self.in_turn = in_turn
+        self.slice_bytes = slice_bytes
         self.axis_name = axis_name
         self.distinct = tuple(dict.fromkeys(devices))
         self.replicas_per_device = len(devices) // len(self.distinct)
@@ -162,10 +193,28 @@ class ReplicaDevices:
             and tuple(sharding.mesh.devices.flat) == self.on_mesh
         )
 
-    def shard(self, value: Array, axis: int) -> Array:
+    def shard(self, value: Any, axis: int) -> Array:
         """Returns a copy sharded along `axis`: each device stores one slice."""
         assert not self.spans_processes  # no executor shards there
+        if not isinstance(value, jax.Array):
+            value = np.array(value)  # JAX would use its memory
         return jax.device_put(value, self.sharding(Kind(axis=axis)))
+
+    def store(self, value: Array | np.ndarray | np.generic | float) -> Array:
+        """Returns a copy of state that shares no buffer with `value`: mirrored, or in slices."""
+        if math.isinf(self.slice_bytes):
+            return self.mirror(value)
+        axis = stored_axis(jax.typeof(value), len(self), self.slice_bytes)
+        if axis is None:
+            return self.mirror(value)
+        if isinstance(value, jax.Array) and self.is_sharded(value):
+            return self.copy(value)
+        return self.shard(value, axis)
+
+    def is_stored(self, value: Array) -> bool:
+        """Whether state is where `store` would put it."""
+        axis = stored_axis(jax.typeof(value), len(self), self.slice_bytes)
+        return self.is_mirrored(value) if axis is None else self.is_sharded(value)
 
     def copy(self, value: Array) -> Array:
         """Returns a copy with the same layout, mirrored or sharded, that shares no buffer."""

@@ -32,7 +32,7 @@ from mirror._src.jaxprs.proof import Notes, prove
 from mirror._src.jaxprs.summed_noise import summed_noise
 from mirror._src.jaxprs.trace import struct_of, trace
 from mirror._src.passes.passes import rewritten
-from mirror._src.passes.program import Program, Settings
+from mirror._src.passes.program import Program, Settings, Slices
 
 
 class Analysis(NamedTuple):
@@ -64,7 +64,7 @@ def analyze(
     call: Call,
     traced: TracedStep,
     *,
-    can_shard: bool,
+    slices: Slices | None,
     pack_bytes: int,
     donated: Container[int] | None,
     reports: bool = False,
@@ -74,7 +74,7 @@ def analyze(
     Args:
         call: The call.
         traced: Its trace.
-        can_shard: Whether state may be stored in slices.
+        slices: What is stored in slices. `None` if nothing is.
         pack_bytes: All-reduces of at most this many bytes are packed.
         donated: Positions of donated arguments; None if they are unknown, in a report.
         reports: Whether errors are collected instead of raised. The marks then also record the
@@ -122,8 +122,11 @@ def analyze(
     plan = Plan(changed, averaged, list(merges), [mark.per_replica for mark in results])
     finish = None if problems else average_and_merge(traced, plan)
     programs = [jaxpr] if finish is None else [jaxpr, finish]
-    state = _state(call, traced, plan, donated) if can_shard and finish is not None else None
-    final = rewritten(programs, Settings(n, pack_bytes, step.per_replica, state, step.axis_name))
+    settings = Settings(n, pack_bytes, step.per_replica, axis_name=step.axis_name)
+    if slices is not None and finish is not None:
+        state = _state(call, traced, plan, donated)
+        settings = settings._replace(state=state, **slices._asdict())
+    final = rewritten(programs, settings)
     return Analysis(traced, notes, marks, outcomes, problems, plan, finish, final)
 
 

@@ -251,6 +251,8 @@ class ArgumentPlacer:
         state = list(map(self._reshard_leaf, call.state, program.kinds))
         leaves = list(map(self._reshard_leaf, leaves, program.kinds[num_state:]))
         program.last_shardings = [getattr(leaf, "sharding", None) for leaf in (*state, *leaves)]
+        if call.record is not None and not all(map(operator.is_, state, call.state)):
+            call.record.write(state)  # otherwise a step that only reads it would do this each time
         return call._replace(state=state), leaves
 
     def accept_sharded(self, program: Program) -> None:
@@ -307,11 +309,11 @@ class ArgumentPlacer:
 
     def _mirror(self, leaf: Any) -> Array:
         if isinstance(leaf, jax.Array):
-            if self._replicas.is_mirrored(leaf):
+            if self._replicas.is_stored(leaf):
                 return leaf
             if self._holds_slices and self._replicas.is_sharded(leaf):
                 return leaf  # the program is not known yet: it may require shards
-        return self._replicas.mirror(leaf)
+        return self._replicas.store(leaf)
 
     def _reshard_leaf(self, leaf: Any, kind: Kind) -> Any:
         if kind.is_own:

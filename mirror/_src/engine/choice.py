@@ -1,11 +1,13 @@
 """Selects the executor for a strategy."""
 
 import logging
+import math
 import warnings
 
 import jax
 
 from mirror._src.base.naming import depth_of_user
+from mirror._src.base.types import Shard
 from mirror._src.devices import backend
 from mirror._src.devices.collective_check import (
     all_reduce_fault,
@@ -16,24 +18,24 @@ from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.all_reduce import AllReduce
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
 from mirror._src.engine.executor import Executor, MeshExecutor
+from mirror._src.engine.mapping import uses_gloo
 from mirror._src.engine.one_device import ReductionToOneDevice
 from mirror._src.engine.staged.executor import StagedExecutor
-from mirror._src.passes.collective_rules import uses_gloo
+from mirror._src.passes.program import Slices
 
 _logger = logging.getLogger("mirror")
+_SLICE_BYTES = 2**16  # to gather a smaller array would cost more than it saves
 _TEST_SECS = 30.0  # XLA itself ends the process if NCCL has not started after about 40 s
 
 
-def choose(
-    replicas: ReplicaDevices, ops: CrossDeviceOps, *, shard_update: bool = False
-) -> Executor:
+def choose(replicas: ReplicaDevices, ops: CrossDeviceOps, shard: Shard = "none") -> Executor:
     """Returns the executor for the steps of a strategy.
 
     Args:
         replicas: Devices of the replicas.
         ops: Implements the collectives.
-        shard_update: Whether to shard weight updates. If they cannot be sharded, every device
-            stores the whole state, and the reason is logged.
+        shard: What to store in slices. If that is not possible, every device stores the whole
+            state, and the reason is logged.
 
     Raises:
         ValueError: If `ops` is `AllReduce` and the devices are of several types.
@@ -48,8 +50,8 @@ def choose(
             "several types. Omit cross_device_ops, or pass mirror.ReductionToOneDevice()."
         )
     reason = _reason_not_to_shard(replicas, ops)
-    if shard_update and reason:
-        _logger.info("shard_update=True has no effect: %s", reason)
+    if shard != "none" and reason:
+        _logger.info("shard=%r has no effect: %s", shard, reason)
     if replicas.are_mixed or not ops._is_compiled():
         return _staged(replicas, ops)
     spans = replicas.spans_processes
@@ -61,20 +63,26 @@ def choose(
     )
     executor = MeshExecutor(
         replicas,
-        can_shard=shard_update and not reason,
+        slices=None if reason or shard == "none" else Slices(replicas.slice_bytes),
         pack_bytes=pack_bytes if len(replicas) > 1 else 0,
         reduction=None if isinstance(ops, AllReduce) else ops._reduce_in_step,
     )
     why = {
         "jit": "single replica",
         "pmap": "one replica per device, devices of one type",
-        "shard_map": "several processes" if spans else "shard_update=True",
+        "shard_map": "several processes" if spans else f"shard={shard!r}",
         "vmap": "several replicas per device",
         "in turn": "a fixed number of replicas",
     }
     level = logging.DEBUG if executor.name in ("jit", "pmap") else logging.INFO
     _logger.log(level, "Using %s: %s", executor.name, why[executor.name])
     return executor
+
+
+def slice_bytes(replicas: ReplicaDevices, ops: CrossDeviceOps, shard: Shard) -> float:
+    """Returns the size from which mirrored state is stored in slices."""
+    is_sliced = shard == "model" and not _reason_not_to_shard(replicas, ops)
+    return _SLICE_BYTES if is_sliced else math.inf
 
 
 def _require_xla(replicas: ReplicaDevices, ops: CrossDeviceOps) -> None:
@@ -96,7 +104,7 @@ def _require_xla(replicas: ReplicaDevices, ops: CrossDeviceOps) -> None:
 
 
 def _reason_not_to_shard(replicas: ReplicaDevices, ops: CrossDeviceOps) -> str:
-    """Returns why weight updates cannot be sharded; empty if they can."""
+    """Returns why state cannot be stored in slices; empty if it can."""
     if replicas.in_turn:
         return "the number of replicas is fixed"
     if replicas.spans_processes:

@@ -31,7 +31,7 @@ from mirror._src.passes.collective_rules import Reduction
 from mirror._src.passes.evaluate import Lowering, Rules
 from mirror._src.passes.order.turns import COMPILER_OPTIONS, Turns
 from mirror._src.passes.passes import rewritten
-from mirror._src.passes.program import Program, Settings
+from mirror._src.passes.program import Program, Settings, Slices
 from mirror._src.passes.staging.stages import stage_program
 
 _WITHOUT_RACES = "xla_gpu_exclude_nondeterministic_ops"
@@ -94,12 +94,12 @@ class Executor(abc.ABC):
         replicas: Devices of the replicas.
         reduces_on: Device on which collectives are reduced. `None` if XLA reduces across devices.
         pack_bytes: Independent all-reduces of at most this many bytes are packed into one buffer.
-        can_shard: Whether it runs programs with sharded inputs and outputs.
+        slices: What is stored in slices. `None` if nothing is.
     """
 
     name: str
     reduces_on: jax.Device | None = None
-    can_shard = False
+    slices: Slices | None = None
 
     def __init__(self, replicas: ReplicaDevices, pack_bytes: int = 0) -> None:
         self.replicas = replicas
@@ -116,7 +116,7 @@ class MeshExecutor(Executor):
 
     Args:
         replicas: Devices of the replicas, of one type.
-        can_shard: As for `Executor`.
+        slices: As for `Executor`.
         collectives: Whether the programs contain collectives.
         pack_bytes: As for `Executor`.
         replica_ids: Indices of the replicas, for reports. Defaults to 0, 1, ...
@@ -128,7 +128,7 @@ class MeshExecutor(Executor):
         self,
         replicas: ReplicaDevices,
         *,
-        can_shard: bool = False,
+        slices: Slices | None = None,
         collectives: bool = True,
         pack_bytes: int = 0,
         replica_ids: Sequence[int] | None = None,
@@ -137,8 +137,9 @@ class MeshExecutor(Executor):
     ) -> None:
         super().__init__(replicas, pack_bytes)
         self._reduction = reduction
-        self.can_shard = can_shard
-        self.name = self._mapping = mapping or mapping_for(replicas, has_slices=can_shard)
+        self.slices = slices
+        has_slices = slices is not None
+        self.name = self._mapping = mapping or mapping_for(replicas, has_slices=has_slices)
         self.replica_ids = range(len(replicas)) if replica_ids is None else replica_ids
         # One device needs no rendezvous, and every accelerator has its own queue.
         self._bounded = replicas.on_host and collectives and is_needed()
@@ -170,10 +171,14 @@ class MeshExecutor(Executor):
             final = rewritten(program.jaxprs, settings)
         start = len(program.inputs)
         more: list[Any] = [*captured.values()]
+        # See `Lowering`. GPUs need no unknown 0.
+        delays = any(op.kind == "gather" and op.inputs[1:] for op in final.everywhere())
+        delays = delays and not self.replicas.on_gpus
 
         def replica(*leaves: Any) -> Sequence[Any]:
-            arrays = dict(zip(captured, leaves[start:], strict=True))
-            lowering = Lowering(arrays, rules, pack_bytes, self.replicas.axis_name)
+            arrays = dict(zip(captured, leaves[start:], strict=False))
+            zero = leaves[-1] if delays else None
+            lowering = Lowering(arrays, rules, pack_bytes, self.replicas.axis_name, zero)
             results = lowering.run(final, leaves[:start])
             _require_proved(results, program.finish, program.outputs, len(self.replicas))
             return results
@@ -181,6 +186,8 @@ class MeshExecutor(Executor):
         if self._mapping == "in turn":
             replica = self._in_turn(program, list(captured), rules)
             more.append(np.int32(self.replicas.replicas_per_device))
+        elif delays:
+            more.append(np.int32(0))
 
         def check(leaves: Sequence[Any]) -> None:
             program.require_context()
@@ -324,7 +331,7 @@ def _compiler_options(
 def sites_of(program: Program) -> list[Site]:
     """Returns the collectives and host callbacks of a program, in its order."""
     sites = []
-    for operation in (each for pack in program.operations for each in pack.members):
+    for operation in program.everywhere():
         eqn, around = operation.eqn, operation.around
         if operation.collective:
             sites.append(Site(operation.collective, line_within(eqn, around), eqn))

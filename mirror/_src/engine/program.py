@@ -199,9 +199,9 @@ def _communication(program: Program) -> list[tuple[str, str]]:
     A collective in a loop counts once.
     """
     operands: dict[str, list[Any]] = {}
-    for operation in (each for pack in program.operations for each in pack.members):
+    for operation in program.everywhere():
         if operation.collective:
-            sent = [atom.aval for atom in operation.inputs]
+            sent = [atom.aval for atom in operation.sent]
             operands.setdefault(operation.collective, []).extend(sent)
         elif operation.kind == "equation":
             for eqn in filter(is_collective, with_inner(operation.eqn)):

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from mirror._src.base.naming import name_of
-from mirror._src.base.types import PyTree, StepFunction
+from mirror._src.base.types import PyTree, Shard, StepFunction
 from mirror._src.cluster import store
 from mirror._src.cluster.ledger import ledger
 from mirror._src.devices.forked import require_not_forked, started_in
@@ -81,14 +81,13 @@ class Runner:
         group: ReplicaGroup,
         replicas: ReplicaDevices,
         ops: CrossDeviceOps,
-        *,
-        shard_update: bool = False,
+        shard: Shard = "none",
     ) -> None:
         require_not_forked()
         self._process = started_in()
         self.replicas = replicas
-        self._executor = choose(replicas, ops, shard_update=shard_update)
-        self.holds_slices = self._executor.can_shard
+        self._executor = choose(replicas, ops, shard)
+        self.holds_slices = self._executor.slices is not None
         self._steps = Steps()
         self._group = group
         self._placer = ArgumentPlacer(group, replicas, holds_slices=self.holds_slices)
@@ -418,7 +417,7 @@ class Runner:
         return analyze(
             call,
             self._trace(call, types),
-            can_shard=self.holds_slices,
+            slices=self._executor.slices,
             pack_bytes=self.pack_bytes,
             donated=None if reports else call.donate_argnums,
             reports=reports,

@@ -100,8 +100,7 @@ def collective_secs(scratch: Runner, rows: Sequence[CollectiveRow], steps: int) 
         return 0.0
     by_trips: dict[int, list[CollectiveRow]] = {}
     for row in rows:
-        # PRNG keys are small and skipped. A gather after a reduce-scatter has no equation: both
-        # are timed as one all-reduce.
+        # PRNG keys are small and skipped.
         if row.avals and all(is_numeric(aval.dtype) for aval in row.avals):
             by_trips.setdefault(row.least_trips, []).append(row)
     return sum(trips * _time_group(scratch, group, steps) for trips, group in by_trips.items())
@@ -122,7 +121,7 @@ def _time_group(scratch: Runner, rows: Sequence[CollectiveRow], steps: int) -> f
             start = len(results)
             operands = buffers[start : start + len(row.avals)]
             operands, results = jax.lax.optimization_barrier((operands, results))
-            results = [*results, *row.execute(operands)]
+            results = [*results, *row.execute(operands, scratch.replicas.axis_name)]
         return [_first(out) for out in jax.lax.optimization_barrier(results)]
 
     def no_communication(buffers: list[Array]) -> list[Array]:

@@ -13,9 +13,9 @@ from mirror._src.jaxprs.collective_eqns import contains_collective
 from mirror._src.jaxprs.equations import inner_programs, jaxpr_of
 from mirror._src.jaxprs.primitives import op_of
 from mirror._src.jaxprs.user_lines import line_within
-from mirror._src.passes.evaluate import bind
+from mirror._src.passes.evaluate import Lowering
 from mirror._src.passes.pack import packed
-from mirror._src.passes.program import Program, Settings
+from mirror._src.passes.program import Operation, Program, Settings
 
 _AFTER = "strategy.run, after the step"
 _LOOPS = frozenset({"scan", "while"})
@@ -35,7 +35,7 @@ class CollectiveRow:
         line: The user's line.
         loop: `"scan"` or `"while"` if the collective is inside a loop, else empty.
         trips: Number of executions per step. `None` inside a `while` loop, where it is unknown.
-        eqns: Equations of the collective in the traced step.
+        operations: The collectives of the program, which share a buffer.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class CollectiveRow:
     line: str
     loop: str = ""
     trips: int | None = 1
-    eqns: tuple[JaxprEqn, ...] = field(default=(), repr=False, compare=False)
+    operations: tuple[Operation, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def in_words(self) -> str:
@@ -64,15 +64,19 @@ class CollectiveRow:
         """Number of executions per step; 1 for a `while` loop, whose trip count is unknown."""
         return 1 if self.trips is None else self.trips
 
-    def execute(self, operands: Sequence[Array]) -> list[Any]:
+    def execute(self, operands: Sequence[Array], axis_name: str) -> list[Any]:
         """Executes the collective on other arrays, inside a replica."""
-        rest = iter(operands)
-        return [out for eqn in self.eqns for out in bind(eqn, [next(rest) for _ in eqn.invars])]
+        run, rest = Lowering({}, {}, axis=axis_name), iter(operands)
+        return [
+            result
+            for operation in self.operations
+            for result in run.evaluate(operation, [next(rest) for _ in operation.sent])
+        ]
 
     @property
     def avals(self) -> list[Any]:
         """Shapes and dtypes of the operands on each replica."""
-        return [atom.aval for eqn in self.eqns for atom in eqn.invars]
+        return [atom.aval for operation in self.operations for atom in operation.sent]
 
 
 def collectives_of(
@@ -91,8 +95,12 @@ def collectives_of(
     """
     for operation in program.operations:
         within = (*around, *operation.around)
+        if operation.body is not None:
+            body = operation.body
+            yield from collectives_of(body, pack_bytes, after, (*within, operation.eqn))
+            continue
         members = operation.members
-        first, eqns = members[0], tuple(member.eqn for member in members)
+        first = members[0]
         if not first.collective:
             for inner in inner_programs(first.eqn.params.values()):
                 if operation.kind == "equation" and contains_collective(jaxpr_of(inner)):
@@ -101,16 +109,18 @@ def collectives_of(
             continue
         loops = [outer for outer in within if outer.primitive.name in _LOOPS]
         is_gather = first.kind == "gather"
-        is_after = is_gather or id(first.eqn) in after
+        sent = [atom for each in members for atom in each.sent]
+        is_last = is_gather and first.outputs[0] in program.outputs
+        is_after = is_last or id(first.eqn) in after
         yield CollectiveRow(
             first.collective,
             "" if is_gather else op_of(first.eqn.primitive.name),
-            len(operation.inputs),
-            sum(num_bytes(atom.aval) for atom in operation.inputs),
+            len(sent),
+            sum(num_bytes(atom.aval) for atom in sent),
             _AFTER if is_after else line_within(first.eqn, within),
             loops[-1].primitive.name if loops else "",
             _trips(loops),
-            () if is_gather else eqns,
+            members,
         )
 
 

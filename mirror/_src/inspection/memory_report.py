@@ -133,8 +133,7 @@ class MemoryReport:
         count = self.by_kind[kind] or 0
         uses = f"{kind.capitalize()} use" + ("s" if kind in _SINGULAR else "")
         share = f"{bytes_in_words(count)} of {bytes_in_words(self.peak_bytes)} per device"
-        is_optimizer = kind is Kind.OPTIMIZER_STATE
-        fix = _optimizer_advice(self, count) if is_optimizer else _ADVICE[kind]
+        fix = _advice_to_shard(self, kind, count) if kind in _SHARDED else _ADVICE[kind]
         return f"{uses} the most memory: {share}. {fix}"
 
     @property
@@ -247,12 +246,14 @@ _MEASURED = {
     Kind.RESULTS: "outputs that do not overwrite a donated argument (XLA, {platform})",
     Kind.TEMPORARIES: "activations, gradients, buffers of collectives (XLA, {platform})",
 }
-_ADVICE = {
-    Kind.PARAMETERS: (
-        "Every device stores a full copy, so more devices do not help. Use a smaller dtype, such "
-        "as param_dtype=jnp.bfloat16, or a smaller model. A model that does not fit on one device "
-        "requires jax.jit with shardings."
+_SHARDED = {
+    Kind.PARAMETERS: ("model", "a smaller dtype, such as param_dtype=jnp.bfloat16"),
+    Kind.OPTIMIZER_STATE: (
+        "optimizer",
+        "an optimizer with less state, such as optax.adafactor or optax.sgd",
     ),
+}
+_ADVICE = {
     Kind.OTHER_STATE: (
         "Every device stores a full copy. Remove state that the step does not need."
     ),
@@ -273,18 +274,13 @@ _ADVICE = {
 }
 
 
-def _optimizer_advice(report: MemoryReport, count: int) -> str:
-    n = len(report.devices)
-    is_mirrored = all(g.is_whole for g in report.groups if g.kind is Kind.OPTIMIZER_STATE)
-    other = "an optimizer with less state, such as optax.adafactor or optax.sgd"
+def _advice_to_shard(report: MemoryReport, kind: Kind, count: int) -> str:
+    n, (shard, smaller) = len(report.devices), _SHARDED[kind]
     if n == 1:
-        return (
-            f"Use {other}, or more devices with MirroredStrategy(shard_update=True), which shards "
-            "it across them."
-        )
-    if not is_mirrored:
-        return f"It is already sharded across the {n} devices. Use more devices, or {other}."
+        return f"Use {smaller}, or more devices with MirroredStrategy(shard={shard!r})."
+    if not all(group.is_whole for group in report.groups if group.kind is kind):
+        return f"It is already sharded across the {n} devices. Use more devices, or {smaller}."
     return (
-        "Every device stores a full copy. MirroredStrategy(shard_update=True) shards it across "
-        f"the {n} devices, about {bytes_in_words(count / n)} on each. Or use {other}."
+        f"Every device stores a full copy. MirroredStrategy(shard={shard!r}) shards it across "
+        f"the {n} devices, about {bytes_in_words(count / n)} on each. Or use {smaller}."
     )

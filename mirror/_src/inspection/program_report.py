@@ -22,6 +22,7 @@ from mirror._src.jaxprs.equations import equations, with_inner
 from mirror._src.jaxprs.marks import Mark
 from mirror._src.jaxprs.primitives import CALLBACK, STATEFUL
 from mirror._src.jaxprs.user_lines import line_within
+from mirror._src.passes.gathers import num_gathers
 from mirror._src.passes.program import Program
 
 _MOST_LINES = 2
@@ -59,9 +60,9 @@ class ProgramReport:
         variables: One row per variable of the nnx objects.
         collectives: Collectives in program order.
         problems: Errors that `run` would raise, with the fix. Empty if `run` accepts the step.
-        sharding: With `shard_update=True`, one row per array of the state that the step changes,
-            with the reason why it is sharded or mirrored. State outside nnx objects is assumed to
-            be donated.
+        sharding: With `shard=`, one row per array of the state that the step changes, and per array
+            that is stored in slices: the axis and how often it is gathered, or the reason why it is
+            mirrored. State outside nnx objects is assumed to be donated.
         device_dependent: With `replicas=`, the operations whose results may depend on the number of
             devices, such as host callbacks. Empty if the step has the same bits on any number of
             devices. None without `replicas=`.
@@ -180,7 +181,7 @@ def describe_program(
 
 def _device_dependent(final: Program) -> Iterator[str]:
     """Yields the operations whose results the host determines, or a state outside the program."""
-    for operation in final.operations:
+    for operation in final.everywhere():
         for eqn in with_inner(operation.eqn):
             name = eqn.primitive.name
             if name in CALLBACK | STATEFUL and eqn.outvars:
@@ -194,8 +195,11 @@ def _list_sharding(
     names = call.input_names
     shard = f"1/{num_replicas} on each device"
     axes = final.sharded_inputs
+    gathers = num_gathers(final)
     for i in sorted({*axes, *final.reasons}):
         why = f"{shard}, along axis {axes[i]}" if i in axes else final.reasons[i]
+        if count := gathers[final.inputs[i]]:
+            why += f", gathered {counted(count, 'time')}"
         state = "sharded" if i in axes else "mirrored"
         yield ValueRow(names[i], describe(avals[i]), state, why)
 

@@ -103,6 +103,7 @@ class Scan:
         self.num_consts = equal - self.num_carry
         self.length: int = eqn.params["length"]
         self.reverse: bool = eqn.params["reverse"]
+        self.unroll: int = eqn.params["unroll"]
 
     def split(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Splits values into constants, carry and scanned arrays."""

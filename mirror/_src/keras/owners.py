@@ -69,14 +69,15 @@ def claim(model: Any) -> None:
 
 
 def _warn_of_sharding() -> None:
-    """Warns once per strategy that `shard_update=True` does not apply to Keras models."""
+    """Warns once per strategy that `shard` does not apply to Keras models."""
     frame = current_frame()
     strategy = None if frame is None else frame.strategy
-    if getattr(strategy, "_shard_update", False) and strategy not in _warned:
+    shard = getattr(strategy, "shard", "none")
+    if strategy is not None and shard != "none" and strategy not in _warned:
         _warned.add(strategy)
         warnings.warn(
-            "shard_update=True has no effect on a Keras model: each device stores the whole "
-            "optimizer state. It applies to mirror.Trainer and strategy.run.",
+            f"shard={shard!r} has no effect on a Keras model: each device stores the "
+            "whole state. It applies to mirror.Trainer and strategy.run.",
             stacklevel=depth_of_user("keras"),
         )
 

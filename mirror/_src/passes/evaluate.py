@@ -1,6 +1,7 @@
 """Evaluation of a program, operation by operation, under the current trace."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -10,6 +11,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import NamedSharding
 
+from mirror._src.base.types import Array
 from mirror._src.jaxprs.equations import (
     Scan,
     While,
@@ -82,16 +84,23 @@ class Lowering(Evaluation):
         pack_bytes: Independent all-reduces of at most this many bytes are packed into one buffer,
             also inside loops and branches.
         axis: Name of the mapped axis, along which arrays are sliced; empty without one.
+        zero: The integer 0, whose value XLA does not know: see `_after`.
     """
 
     def __init__(
-        self, arrays: Mapping[int, Any], rules: Rules, pack_bytes: int = 0, axis: str = ""
+        self,
+        arrays: Mapping[int, Any],
+        rules: Rules,
+        pack_bytes: int = 0,
+        axis: str = "",
+        zero: Any = None,
     ) -> None:
         self._arrays = arrays
         self._rules = rules
         self._settings = Settings(pack_bytes=pack_bytes)
         self._opened: dict[int, tuple[Jaxpr, bool]] = {}
         self.axis = axis
+        self.zero = zero
 
     def call(self, program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any]:
         """See `Evaluation.call`."""
@@ -171,14 +180,20 @@ def _without_mesh(params: dict[str, Any]) -> dict[str, Any]:
 
 def _scan(run: Lowering, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     scan = Scan(eqn)
+    return _scanned(scan, arguments, functools.partial(run.call, scan.body))
+
+
+def _scanned(
+    scan: Scan, arguments: list[Any], evaluate: Callable[[list[Any]], list[Any]]
+) -> list[Any]:
+    """Returns the outputs of a `scan`, whose body is evaluated by a function."""
     consts, carry, xs = scan.split(arguments)
 
     def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        outputs = run.call(scan.body, [*consts, *carry, *xs])
+        outputs = evaluate([*consts, *carry, *xs])
         return outputs[: scan.num_carry], outputs[scan.num_carry :]
 
-    unroll = eqn.params["unroll"]
-    carry, stacked = jax.lax.scan(body, carry, xs, scan.length, scan.reverse, unroll)
+    carry, stacked = jax.lax.scan(body, carry, xs, scan.length, scan.reverse, scan.unroll)
     return [*carry, *stacked]
 
 
@@ -226,7 +241,42 @@ def _scatter(run: Lowering, operation: Operation, operands: list[Any]) -> list[A
 
 def _gather(run: Lowering, operation: Operation, operands: list[Any]) -> list[Any]:
     axis = _axis_of(operation.inputs[0])
-    return [jax.lax.all_gather(operands[0], run.axis, axis=axis, tiled=True)]
+    part, *earlier = operands
+    part = _after(part, earlier, run.zero) if earlier else part
+    return [jax.lax.all_gather(part, run.axis, axis=axis, tiled=True)]
+
+
+def _after(value: Array, earlier: Sequence[Array], zero: Any) -> Array:
+    """Returns the same bits, which XLA cannot have before it has computed other values.
+
+    On GPUs a barrier does this. On host devices XLA removes barriers before it merges equal
+    operations (JAX 0.10 to 0.12): it would merge all gathers of a weight into one, whose result
+    stays alive until the gradient. There, the bits are combined by OR with bits of the other
+    values, of which an AND with an unknown 0 leaves none.
+    """
+    if zero is None or value.dtype == jnp.bool_ or value.dtype.itemsize > 8:
+        return jax.lax.optimization_barrier((value, *earlier))[0]
+    none = functools.reduce(jax.lax.bitwise_or, map(_some_bits, earlier)) & zero
+    bits = jnp.dtype(f"uint{8 * value.dtype.itemsize}")
+    cast = jax.lax.bitcast_convert_type
+    return cast(cast(value, bits) | none.astype(bits), value.dtype)
+
+
+def _some_bits(value: Array) -> Array:
+    """Returns an integer made of one element."""
+    first = jax.lax.slice(value, (0,) * value.ndim, (1,) * value.ndim)
+    element = jax.lax.squeeze(first, range(value.ndim))
+    if jnp.issubdtype(element.dtype, jnp.complexfloating):
+        element = jax.lax.real(element)
+    if jnp.issubdtype(element.dtype, jnp.floating):
+        bits = jnp.dtype(f"int{8 * element.dtype.itemsize}")
+        element = jax.lax.bitcast_convert_type(element, bits)
+    return element.astype(jnp.int32)
+
+
+def _loop(run: Lowering, operation: Operation, operands: list[Any]) -> list[Any]:
+    assert operation.body is not None
+    return _scanned(Scan(operation.eqn), operands, functools.partial(run.run, operation.body))
 
 
 def _pack(run: Lowering, operation: Operation, operands: list[Any]) -> list[Any]:
@@ -277,6 +327,7 @@ _KINDS: dict[str, Callable[[Lowering, Operation, list[Any]], list[Any]]] = {
     "slice": _slice,
     "scatter": _scatter,
     "gather": _gather,
+    "loop": _loop,
     "pack": _pack,
 }
 _PACKS: dict[str, Callable[[Lowering, Operation, list[Any]], list[Any]]] = {

@@ -1,9 +1,10 @@
 """The marks and layouts of the values of a flat program, by the proof."""
 
+import math
 from collections.abc import Container, Sequence
 
 from mirror._src.base.types import REPLICA_AXIS
-from mirror._src.jaxprs.equations import is_ref
+from mirror._src.jaxprs.equations import Scan, is_ref
 from mirror._src.jaxprs.marks import MIRRORED, Mark
 from mirror._src.jaxprs.primitives import ELEMENTWISE, REDUCTION
 from mirror._src.jaxprs.proof import Proof
@@ -33,6 +34,7 @@ class Marks:
     def __init__(
         self, inputs: Sequence[Value], num_replicas: int, axis_name: str = REPLICA_AXIS
     ) -> None:
+        self._num_replicas = num_replicas
         self._proof = Proof(num_replicas, axis_name)
         self._marks = {value: Mark(i) for i, value in enumerate(inputs) if value.layout.is_own}
 
@@ -56,6 +58,8 @@ class Marks:
                 return [atom.layout for atom in operation.inputs]
             case "pack":
                 return [layout for each in operation.packed for layout in self.layouts(each)]
+            case "loop":
+                return self._loop(operation)
         (atom, *_), (result,) = operation.inputs, operation.outputs
         held = atom.layout
         match operation.kind:
@@ -68,6 +72,21 @@ class Marks:
             case _:
                 assert held.axis is not None, f"{operation.name} of {held}"
                 return [_WHOLE]
+
+    def _loop(self, operation: Operation) -> list[Layout]:
+        """Checks the body. Results have the layouts that its results have, as rows of a stack."""
+        scan, body = Scan(operation.eqn), operation.body
+        assert body is not None
+        require_layouts(body, self._num_replicas)
+        stacked = scan.num_consts + scan.num_carry
+        for i, (atom, value) in enumerate(zip(operation.inputs, body.inputs, strict=True)):
+            held = value.layout
+            assert held.is_own or atom.layout == (_in_stack(held) if i >= stacked else held)
+        found = [atom.layout for atom in body.outputs]
+        carried = [value.layout for value in body.inputs[scan.num_consts : stacked]]
+        for before, after in zip(carried, found, strict=False):
+            assert before.is_own or before == after
+        return [*carried, *map(_in_stack, found[scan.num_carry :])]
 
     def _equation(self, operation: Operation) -> list[Layout]:
         axes = {atom.layout.axis for atom in operation.inputs} - {None}
@@ -117,9 +136,34 @@ def require_layouts(program: Program, num_replicas: int, known: Container[Operat
             assert layout == value.layout, f"{operation.name} returns {layout}, not {value.layout}"
 
 
+def _is_transposed(operation: Operation, axis: int | None, to: int | None) -> bool:
+    """Whether slices along one axis become slices along another one."""
+    return list(operation.eqn.params["permutation"]).index(axis) == to
+
+
+def _is_reshaped(operation: Operation, axis: int | None, to: int | None) -> bool:
+    """Whether a slice keeps its elements: the sizes before its axis have the same product."""
+    (atom,), (result,) = operation.inputs, operation.outputs
+    if operation.eqn.params["dimensions"] is not None:
+        return False
+    return math.prod(atom.aval.shape[:axis]) == math.prod(result.aval.shape[:to])
+
+
+MOVES = {"transpose": _is_transposed, "reshape": _is_reshaped}
+"""For operations that move elements: whether slices of the operand are slices of the result."""
+
+
+def _in_stack(row: Layout) -> Layout:
+    """Returns the layout of a stack of rows."""
+    return row if row.axis is None else Layout(axis=row.axis + 1)
+
+
 def _of_slices(operation: Operation, axes: set[int | None]) -> Layout:
     """Returns the layout of what each replica computes of its slices."""
     (result,), (axis, *others) = operation.outputs, axes
+    if operation.name in MOVES:
+        assert MOVES[operation.name](operation, axis, result.layout.axis), f"{operation.eqn} moves"
+        return result.layout
     arrays = [atom for atom in operation.inputs if atom.layout.axis is not None]
     scalars = [atom for atom in operation.inputs if atom.layout.axis is None]
     if operation.name in REDUCTION and not scalars and not result.aval.shape:

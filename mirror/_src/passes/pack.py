@@ -11,11 +11,19 @@ from mirror._src.base.dtypes import num_bytes
 from mirror._src.base.types import Array
 from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, axes_of, is_collective, spans_whole_axis
 from mirror._src.jaxprs.equations import called, jaxpr_of, with_inner
-from mirror._src.passes.program import Opens, Operation, Program, Settings, flatten
+from mirror._src.passes.program import (
+    Opens,
+    Operation,
+    Program,
+    Settings,
+    flatten,
+    with_bodies,
+)
 
 
 def pack(program: Program, settings: Settings) -> Program:
     """Packs all-reduces, scatters and gathers of at most `pack_bytes`."""
+    program = with_bodies(program, lambda body: pack(body, settings))
     operations = program.operations
     keys = [_key_of(operation, settings.pack_bytes) for operation in operations]
     if sum(key is not None for key in keys) < 2:
@@ -84,7 +92,7 @@ def _key_of(operation: Operation, limit: int) -> Hashable:
             return key and (operation.kind, key)
         case "gather":
             (whole,) = operation.outputs
-            is_small = whole.num_bytes <= limit
+            is_small = whole.num_bytes <= limit and len(operation.inputs) == 1
             return (operation.kind, whole.aval.dtype) if is_small else None
     return None
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from mirror._src.passes import pack, shard
+from mirror._src.passes import gathers, pack, shard
 from mirror._src.passes.marks import Marks
 from mirror._src.passes.program import Atom, Layout, Opens, Program, Settings, Value, flatten
 
@@ -30,6 +30,7 @@ class Pass(NamedTuple):
 
 PASSES = (
     Pass("shard", shard.opens, shard.shard),
+    Pass("gathers", lambda *_: lambda *_: False, gathers.order),
     Pass("pack", pack.opens, pack.pack),
 )
 

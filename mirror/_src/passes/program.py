@@ -6,12 +6,14 @@ Every value has a layout, which says what the replicas hold of it. The operation
 - `barrier`: its results are its operands; XLA must not move operations across it;
 - `slice`: each replica keeps its slice of a mirrored array; the second operand is its index;
 - `scatter`: sums arrays over the replicas; each replica gets its slice of the sum;
-- `gather`: joins the slices of all replicas;
+- `gather`: joins the slices of all replicas, after its other operands have been computed;
+- `loop`: a `scan` whose body is a program of its own, because values in it are slices;
 - `pack`: several collectives of one kind that send their operands in one buffer.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -27,7 +29,7 @@ from mirror._src.jaxprs.equations import called, jaxpr_of, walk
 OWN = Layout(is_own=True)
 _COLLECTIVES = {"scatter": "reduce_scatter", "gather": "all_gather"}
 
-Kind = Literal["equation", "barrier", "slice", "scatter", "gather", "pack"]
+Kind = Literal["equation", "barrier", "slice", "scatter", "gather", "loop", "pack"]
 
 
 class Value:
@@ -88,6 +90,7 @@ class Operation:
         outputs: Its results.
         around: The calls that it was inlined from, outermost first.
         packed: The collectives of a pack, in the order of the operands and results.
+        body: The body of a loop, with the operands and results of the body of its `scan`.
     """
 
     kind: Kind
@@ -96,6 +99,7 @@ class Operation:
     outputs: list[Value]
     around: tuple[JaxprEqn, ...] = ()
     packed: tuple["Operation", ...] = ()
+    body: "Program | None" = None
 
     @property
     def name(self) -> str:
@@ -113,6 +117,11 @@ class Operation:
         if self.kind == "equation":
             return kind_of(self.eqn.primitive.name) if is_collective(self.eqn) else ""
         return kind_of(_COLLECTIVES[self.kind]) if self.kind in _COLLECTIVES else ""
+
+    @property
+    def sent(self) -> list[Atom]:
+        """The operands of a collective that it sends."""
+        return self.inputs[:1] if self.kind == "gather" else self.inputs
 
     @property
     def members(self) -> tuple["Operation", ...]:
@@ -135,6 +144,13 @@ class Program(NamedTuple):
     outputs: list[Atom]
     reasons: Mapping[int, str] = {}
 
+    def everywhere(self) -> Iterator[Operation]:
+        """Yields all operations, also in packs and in the bodies of loops."""
+        for operation in self.operations:
+            yield from operation.members
+            if operation.body is not None:
+                yield from operation.body.everywhere()
+
     @property
     def sharded_inputs(self) -> dict[int, int]:
         """Sharded axis of each sharded input, by position."""
@@ -146,6 +162,19 @@ class Program(NamedTuple):
         return dict(_sharded(self.outputs))
 
 
+class Slices(NamedTuple):
+    """Which mirrored arrays are stored in slices, besides state that is only read in slices.
+
+    Attributes:
+        min_bytes: Mirrored inputs of at least this many bytes are stored in slices even if
+            operations need them whole, and gathered for each. Infinite if none are.
+        kept_bytes: Bytes of gathered values that are kept for later reads. `None` for the largest.
+    """
+
+    min_bytes: float = math.inf
+    kept_bytes: int | None = None
+
+
 class Settings(NamedTuple):
     """Facts that passes need besides the program.
 
@@ -155,6 +184,8 @@ class Settings(NamedTuple):
         per_replica: For each input, whether replicas may hold different values.
         state: For all state that may be stored in slices, the position of its input and of the
             output with its new value. `None` if nothing is stored in slices.
+        min_bytes: See `Slices`.
+        kept_bytes: See `Slices`.
         axis_name: Name of the replica axis.
         in_rounds: Whether the host runs all collectives, in rounds between stages.
     """
@@ -165,6 +196,8 @@ class Settings(NamedTuple):
     state: Sequence[tuple[int, int]] | None = None
     axis_name: str = REPLICA_AXIS
     in_rounds: bool = False
+    min_bytes: float = math.inf
+    kept_bytes: int | None = None
 
 
 def _sharded(atoms: Iterable[Atom]) -> Iterator[tuple[int, int]]:
@@ -217,6 +250,19 @@ def flatten(
     for program in programs:
         outputs = walk(program, [*inputs, *outputs], Constant, equation)
     return Program(inputs, operations, outputs)
+
+
+def with_bodies(program: Program, rewrite: Callable[[Program], Program]) -> Program:
+    """Returns a program with the bodies of its loops rewritten."""
+    operations = program.operations
+    if all(operation.body is None for operation in operations):
+        return program
+
+    def rewritten(operation: Operation) -> Operation:
+        body = operation.body
+        return operation if body is None else replace(operation, body=rewrite(body))
+
+    return program._replace(operations=list(map(rewritten, operations)))
 
 
 def walk_operations(

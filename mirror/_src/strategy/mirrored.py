@@ -4,7 +4,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Sequence
-from typing import final
+from typing import final, get_args
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ from mirror._src.base.errors import counted, expected, require_int
 from mirror._src.base.modules import set_module
 from mirror._src.base.naming import depth_of_user
 from mirror._src.base.tracebacks import api_boundary
-from mirror._src.base.types import REPLICA_AXIS
+from mirror._src.base.types import REPLICA_AXIS, Shard
 from mirror._src.devices import backend
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.resolve import (
@@ -27,7 +27,7 @@ from mirror._src.devices.settings import (
     warn_about_threads,
 )
 from mirror._src.engine.all_reduce import AllReduce
-from mirror._src.engine.choice import default_ops, reduce_device
+from mirror._src.engine.choice import default_ops, reduce_device, slice_bytes
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
 from mirror._src.engine.one_device import ReductionToOneDevice
 from mirror._src.engine.replica_context import ReplicaContext
@@ -35,6 +35,7 @@ from mirror._src.engine.scopes import current_frame
 from mirror._src.strategy.strategy import Strategy, strategies
 
 _logger = logging.getLogger("mirror")
+_SHARDS = " or ".join(map(repr, get_args(Shard)))
 
 
 @set_module("mirror")
@@ -70,11 +71,14 @@ class MirroredStrategy(Strategy):
         axis_name: Name of the replica axis inside steps. A model with
             `nn.BatchNorm(axis_name="batch")`, or a step with `jax.lax.pmean(x, "batch")`, runs
             unchanged with `axis_name="batch"`.
-        shard_update: Whether to shard the weight update: each device stores 1/n of the optimizer
-            state and updates 1/n of every weight, and the new weights are gathered. The step does
-            not change. State that cannot be sharded exactly stays mirrored; `strategy.inspect`
-            gives the reasons. With one replica, with several replicas per device, or with
-            collectives that are reduced on one device, it has no effect except a log entry.
+        shard: What each device stores 1/n of, while the step does not change. `"optimizer"`: the
+            optimizer state; each device updates 1/n of every weight, and the new weights are
+            gathered. `"model"`: the weights of at least 64 KiB, too; each is gathered for the
+            operations that need it, forward and backward, so that a model may be larger than a
+            device. `"none"`: nothing. State that cannot be sharded exactly stays mirrored;
+            `strategy.inspect` gives the reasons. With one replica, with several replicas per
+            device, with `replicas`, or with collectives that are reduced on one device, it has no
+            effect except a log entry.
 
     Raises:
         ValueError: If devices are empty or repeated, if their number, `replicas` or
@@ -104,11 +108,11 @@ class MirroredStrategy(Strategy):
         replicas: int | None = None,
         replicas_per_device: int = 1,
         axis_name: str = REPLICA_AXIS,
-        shard_update: bool = False,
+        shard: Shard = "none",
     ) -> None:
-        if not isinstance(shard_update, bool):
-            fix = "Pass shard_update=True to store 1/n of the optimizer state on each device."
-            raise TypeError(expected("shard_update", shard_update, "True or False", fix))
+        if shard not in get_args(Shard):
+            fix = 'Pass shard="optimizer" to store 1/n of the optimizer state on each device.'
+            raise ValueError(expected("shard", shard, _SHARDS, fix))
         require_int("replicas_per_device", replicas_per_device)
         require_axis_name(axis_name)
         if replicas is not None:
@@ -124,7 +128,8 @@ class MirroredStrategy(Strategy):
         ops = default_ops(replica_devices) if cross_device_ops is None else cross_device_ops
         if placed.are_mixed:
             placed = ReplicaDevices(replica_devices, reduce_device(ops), axis_name)
-        super().__init__(placed, ops, shard_update=shard_update)
+        placed.slice_bytes = slice_bytes(placed, ops, shard)
+        super().__init__(placed, ops, shard=shard)
         _logger.info("Using MirroredStrategy with devices %s", backend.names(replica_devices))
 
     @api_boundary
@@ -171,7 +176,7 @@ class MirroredStrategy(Strategy):
             self._replicas.distinct,
             ops if is_exact else ReductionToOneDevice(),
             axis_name=self._replicas.axis_name,
-            shard_update=self._shard_update,
+            shard=self._shard,
         )
 
 

@@ -1,6 +1,7 @@
 """`Scope`: the context of `strategy.scope()`, in which arrays are created mirrored."""
 
 import contextlib
+import math
 from types import TracebackType
 from typing import Any, Generic, TypeVar, final
 
@@ -8,6 +9,7 @@ import jax
 
 from mirror._src.devices.op_log import unlogged
 from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.engine.nnx.created import store_created
 from mirror._src.engine.replica_context import ReplicaGroup
 from mirror._src.engine.scopes import (
     Frame,
@@ -46,6 +48,8 @@ class Scope(Generic[S]):
                 mesh = contextlib.nullcontext()  # the trace already uses this scope's mesh
         mesh.__enter__()
         self._meshes.append(mesh)
+        if not math.isinf(self._devices.slice_bytes):
+            store_created()
         push_frame(Frame(strategy, devices=self._devices, task=current_task()))
         enter_scope(strategy, self._devices)
         return strategy

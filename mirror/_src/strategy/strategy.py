@@ -4,7 +4,18 @@ import abc
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Never, NoReturn, Self, final, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    Never,
+    NoReturn,
+    Self,
+    TypeVar,
+    final,
+    overload,
+)
 
 import jax
 
@@ -15,7 +26,7 @@ from mirror._src.base.naming import is_our_module, keys
 from mirror._src.base.supported import warn_about_jax
 from mirror._src.base.tables import Table
 from mirror._src.base.tracebacks import api_boundary, hide_internal_frames
-from mirror._src.base.types import A, Array, K, PyTree, StepFunction, Unknown
+from mirror._src.base.types import A, Array, K, PyTree, Shard, StepFunction, Unknown
 from mirror._src.base.unknown_names import unknown_attribute
 from mirror._src.cluster.store import process_count, process_index
 from mirror._src.data.distribute import (
@@ -46,6 +57,7 @@ from mirror._src.inspection.placement_table import device_table
 from mirror._src.inspection.program_report import ProgramReport, describe_program
 from mirror._src.inspection.timing import explain
 from mirror._src.keras.verify import verify_model
+from mirror._src.strategy.creation import create
 from mirror._src.strategy.reductions import (
     canonical_axes,
     gathered_arguments,
@@ -61,6 +73,8 @@ _MOST_NAMES = 8
 strategies: "weakref.WeakSet[Strategy]" = weakref.WeakSet()
 """The strategies of this process, for a warning about a `Trainer` that uses none of them."""
 """Number of devices that `str(strategy)` names."""
+
+T = TypeVar("T")
 
 
 @set_module("mirror")
@@ -97,7 +111,7 @@ class Strategy(abc.ABC):
         replicas: ReplicaDevices,
         cross_device_ops: CrossDeviceOps,
         *,
-        shard_update: bool = False,
+        shard: Shard = "none",
     ) -> None:
         if not isinstance(cross_device_ops, CrossDeviceOps):
             fix = "Pass mirror.AllReduce(), or omit it."
@@ -107,8 +121,8 @@ class Strategy(abc.ABC):
         warn_about_jax()
         self._replicas = replicas
         self._cross_device_ops = cross_device_ops
-        self._shard_update = shard_update
-        self._runner = Runner(self, replicas, cross_device_ops, shard_update=shard_update)
+        self._shard: Shard = shard
+        self._runner = Runner(self, replicas, cross_device_ops, shard)
         strategies.add(self)
         self._single_replica: Strategy | None = None
         self._on_one_device: Runner | None = None
@@ -171,9 +185,9 @@ class Strategy(abc.ABC):
 
     @property
     @final
-    def shard_update(self) -> bool:
-        """Whether weight updates are sharded; see `MirroredStrategy`."""
-        return self._runner.holds_slices
+    def shard(self) -> Shard:
+        """State that is stored in slices, such as `"optimizer"`; see `MirroredStrategy`."""
+        return self._shard if self._runner.holds_slices else "none"
 
     @final
     def scope(self) -> Scope[Self]:
@@ -192,6 +206,33 @@ class Strategy(abc.ABC):
         2
         """
         return Scope(self, self._replicas)
+
+    @final
+    @api_boundary
+    def init(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Returns what `fn` returns, with arrays that are mirrored, or in slices with `shard=`.
+
+        `fn` is compiled, so that no device ever holds the whole of an array that is stored in
+        slices: a model that is larger than a device can be created. The mesh is set as in
+        `scope()`. Random numbers are the same as in a call of `jax.jit(fn)`.
+
+        Args:
+            fn: Creates parameters, models, optimizers or optimizer states, such as `model.init`.
+            *args: Its arguments. Arrays, and the random streams of nnx objects, may have any
+                values; other values are constants of the compiled program.
+            **kwargs: Its keyword arguments.
+
+        Raises:
+            RuntimeError: If called inside a replica or another strategy's scope.
+
+        >>> strategy = mirror.MirroredStrategy(2, shard="model")
+        >>> w = strategy.init(jax.random.normal, jax.random.key(0), (512, 512))
+        >>> w.addressable_shards[0].data.shape
+        (256, 512)
+        """
+        require_cross_replica(self, "init", "Call it outside the step.")
+        with self.scope():
+            return create(self._replicas, fn, args, kwargs)
 
     @final
     def run(
@@ -730,8 +771,7 @@ class Strategy(abc.ABC):
         kwargs = {} if kwargs is None else kwargs
         require_call(fn, args, kwargs, "explain")
         require_int("steps", steps)
-        ops, sharded = self._cross_device_ops, self._shard_update
-        scratch = Runner(self, self._replicas, ops, shard_update=sharded)
+        scratch = Runner(self, self._replicas, self._cross_device_ops, self._shard)
         runners = Runners(self._runner, scratch, self._single_runner())
         return explain(runners, fn, args, kwargs, data, steps)
 
@@ -803,7 +843,7 @@ class Strategy(abc.ABC):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = object.__new__(type(self))
         ops = copy.deepcopy(self._cross_device_ops, memo)
-        Strategy.__init__(twin, self._replicas, ops, shard_update=self._shard_update)
+        Strategy.__init__(twin, self._replicas, ops, shard=self._shard)
         return twin
 
     def __str__(self) -> str:

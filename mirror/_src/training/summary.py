@@ -128,7 +128,7 @@ def _totals(
     replicas = counted(strategy.num_replicas_in_sync, "replica")
     devices = counted(len(set(strategy.devices)), "device")
     yield ("model per device", replicas, devices, "", _per_device(model))
-    shards = "sharded by steps" if strategy.shard_update else ""
+    shards = "sharded by steps" if strategy.shard != "none" else ""
     yield ("optimizer per device", "", shards, "", _per_device(optimizer))
 
 

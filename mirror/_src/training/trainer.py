@@ -378,7 +378,7 @@ class Trainer(Generic[M]):
         if initial_epoch is None:
             self._require_no_lost_values()
         position = starting_position(self._position, self._resumes, epochs, initial_epoch)
-        if position.samples and position.loader is None:
+        if position.samples:
             warn_of_random_order(data)
         training, held_out = fit_data(
             data,
@@ -393,7 +393,6 @@ class Trainer(Generic[M]):
             multiple=self._runner.multiple,
             group=self.steps_per_execution,
             skip=position.samples,
-            state=position.loader,
             inspect=self._objective.inspect,
         )
         callbacks = require_callbacks(callbacks)
@@ -564,7 +563,7 @@ class Trainer(Generic[M]):
 
         Nothing is computed, and neither the model nor the data changes. The last rows are totals,
         and the memory of the model and of the optimizer state on each device as it is stored now.
-        With `MirroredStrategy(shard_update=True)`, the first step shards the optimizer state.
+        With `MirroredStrategy(shard="optimizer")`, the first step shards the optimizer state.
 
         Args:
             data: A batch, in-memory arrays with the structure of a batch, or an iterable of

@@ -83,7 +83,7 @@ class ObjectTable:
         return lambda _: records.pop(key, None) and None
 
     def _is_placed(self, leaf: Array) -> bool:
-        if self._replicas.is_mirrored(leaf):
+        if self._replicas.is_stored(leaf):
             return True
         return self._holds_slices and self._replicas.is_sharded(leaf)
 
@@ -118,7 +118,7 @@ class ObjectTable:
             if not is_placed:
                 require_fits(functools.partial(_name_of, names, i), leaf)
             is_ready = is_placed and taken.isdisjoint(buffers_of(leaf))
-            mirrored.append(leaf if is_ready else self._replicas.mirror(leaf))
+            mirrored.append(leaf if is_ready else self._replicas.store(leaf))
             taken |= buffers_of(mirrored[-1])
             if is_ready and (id(leaf) not in written or i in record.assigned):
                 assigned[i] = buffers_of(leaf)

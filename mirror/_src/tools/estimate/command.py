@@ -8,6 +8,7 @@ import jax
 
 from mirror._src.base import interrupts
 from mirror._src.base.errors import counted
+from mirror._src.base.types import Shard
 from mirror._src.devices import backend, startup
 from mirror._src.devices.described import GpuCompilerError, described_gpus
 from mirror._src.engine.all_reduce import AllReduce
@@ -27,7 +28,7 @@ def run(parsed: argparse.Namespace) -> int:
         strategies = _strategies(
             parsed.devices,
             parsed.replicas_per_device,
-            shard_update=parsed.shard_update,
+            shard=parsed.shard,
             gpu=parsed.gpu,
         )
         make = workload_of(parsed.step, parsed.batch_size, parsed.weak)
@@ -54,7 +55,7 @@ def _strategies(
     wanted: tuple[int, ...] | None,
     replicas_per_device: int,
     *,
-    shard_update: bool,
+    shard: Shard,
     gpu: str | None = None,
 ) -> list[MirroredStrategy]:
     """Returns a strategy per number of devices.
@@ -69,7 +70,7 @@ def _strategies(
             devices,
             AllReduce(),
             replicas_per_device=replicas_per_device,
-            shard_update=shard_update,
+            shard=shard,
         )
         for devices in (_found(wanted) if gpu is None else _described(gpu, wanted))
     ]

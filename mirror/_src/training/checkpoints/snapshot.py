@@ -54,7 +54,7 @@ def require_match(current: Mapping[str, str], entries: Mapping[str, Any]) -> Non
 
 
 def write(objects: Mapping[str, Any], saved: Mapping[str, Any], replicas: ReplicaDevices) -> None:
-    """Writes arrays into the objects by name, mirrored across the replicas.
+    """Writes arrays into the objects by name, on the devices of the replicas.
 
     The loss scale does not change if the arrays do not contain one.
 
@@ -65,7 +65,7 @@ def write(objects: Mapping[str, Any], saved: Mapping[str, Any], replicas: Replic
     if OPTIONAL not in objects:
         saved = _without_optional(saved)
     old = read(objects)
-    new = {name: replicas.mirror(_array(value, old[name])) for name, value in saved.items()}
+    new = {name: replicas.store(_array(value, old[name])) for name, value in saved.items()}
     for root, obj in objects.items():
         bare = []  # arrays that are plain attributes, not variables
         for path, holder in nnx.to_flat_state(nnx.state(obj)):

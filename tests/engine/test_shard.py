@@ -1,4 +1,4 @@
-"""`shard_update=True`: each device stores and updates 1/n of the state; training is the same."""
+"""`shard="optimizer"`: each device stores and updates 1/n of the state; training is the same."""
 
 import json
 
@@ -118,7 +118,7 @@ ROWS += [("adam", n) for n in (2, 8)]
 @rows("name, n", ROWS)
 def test_sharded_update_trains_every_optimizer_as_unsharded(name, n):
     make, copies = OPTIMIZERS[name]
-    state, losses = train(cpu_strategy(n, shard_update=True), make())
+    state, losses = train(cpu_strategy(n, shard="optimizer"), make())
     wanted, plain = train(cpu_strategy(n), make())
     assert_close(state, wanted, 2e-6)
     np.testing.assert_allclose(losses, plain, rtol=1e-6)
@@ -216,7 +216,7 @@ KINDS = {"nnx": of_nnx, "linen": of_linen, "equinox": of_equinox}
 @pytest.mark.nightly
 @rows("kind, n", [("nnx", 2), ("linen", 4), ("equinox", 4)])
 def test_sharded_update_shards_every_kind_of_state(kind, n):
-    model, opt_state = KINDS[kind](cpu_strategy(n, shard_update=True))
+    model, opt_state = KINDS[kind](cpu_strategy(n, shard="optimizer"))
     wanted = KINDS[kind](cpu_strategy(n))
     for x, y in zip(*map(jax.tree.leaves, ((model, opt_state), wanted)), strict=True):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -253,7 +253,7 @@ def adam_training(strategy, steps=1):
 
 
 def test_donated_shards_are_reused():
-    state, go_on = adam_training(cpu_strategy(4, shard_update=True))
+    state, go_on = adam_training(cpu_strategy(4, shard="optimizer"))
     old = state[1][0].mu["w"]
     before = {s.data.unsafe_buffer_pointer() for s in old.addressable_shards}
     new = go_on(state)[1][0]
@@ -270,7 +270,7 @@ def test_donated_shards_are_reused():
 
 def test_state_may_come_from_any_device():
     """State from NumPy, another strategy, unsharded, or sharded along another axis is the same."""
-    strategy = cpu_strategy(4, shard_update=True)
+    strategy = cpu_strategy(4, shard="optimizer")
     (whole, _), (sliced, go_on) = adam_training(cpu_strategy(2)), adam_training(strategy)
     mesh = sliced[1][0].mu["w"].sharding.mesh
     along_one = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "replica"))
@@ -289,7 +289,7 @@ def test_state_may_come_from_any_device():
 
 
 def test_one_array_in_two_arguments_is_copied():
-    strategy = cpu_strategy(4, shard_update=True)
+    strategy = cpu_strategy(4, shard="optimizer")
     state, go_on = adam_training(strategy)
     adam = state[1][0]
     shared = (state[0], (adam._replace(nu=adam.mu), state[1][1]))
@@ -300,7 +300,7 @@ def test_one_array_in_two_arguments_is_copied():
 
 
 def test_step_reads_sharded_state_as_full_arrays():
-    strategy = cpu_strategy(4, shard_update=True)
+    strategy = cpu_strategy(4, shard="optimizer")
     state, go_on = adam_training(strategy)
     wanted = np.asarray(state[1][0].mu["w"]) @ np.ones((32, 2), np.float32)
     got = strategy.run(lambda mu: mu @ jnp.ones((32, 2)), (state[1][0].mu["w"],))
@@ -324,15 +324,15 @@ def test_steps_alternate_on_one_optimizer():
         return sum((x @ jnp.ones((x.shape[1], 1))).sum() for x in kernels)
 
     found = []
-    for shard_update in (True, False):
-        strategy = cpu_strategy(4, shard_update=shard_update)
+    for shard in ("optimizer", "none"):
+        strategy = cpu_strategy(4, shard=shard)
         model, optimizer = nnx_training(strategy)
         (batch,) = strategy.distribute_dataset([X])
         for _ in range(4):
             loss = strategy.run(nnx_step, (model, optimizer, batch))
             seen = strategy.run(look, (optimizer,))
         strategy.run(nnx_step, (model, optimizer, batch))
-        assert (0.25 in stored(nnx.state(optimizer))) is shard_update
+        assert (0.25 in stored(nnx.state(optimizer))) is (shard == "optimizer")
         found.append((loss, seen, nnx.state(model, nnx.Param)))
     assert_close(*found, 2e-6)
 
@@ -346,8 +346,8 @@ def test_step_trains_two_models():
             optimizer.update(model, context.all_reduce("mean", grads))
 
     found = []
-    for shard_update in (True, False):
-        strategy = cpu_strategy(2, shard_update=shard_update)
+    for shard in ("optimizer", "none"):
+        strategy = cpu_strategy(2, shard=shard)
         models, optimizers = zip(*(nnx_training(strategy) for _ in range(2)), strict=True)
         (batch,) = strategy.distribute_dataset([X])
         for _ in range(3):
@@ -364,7 +364,7 @@ def test_reductions_of_shards_are_reductions_of_all():
         found = momentum.sum(), momentum.max(), momentum.min(), is_large.all(), is_large.any()
         return momentum, found
 
-    strategy = cpu_strategy(2, shard_update=True)
+    strategy = cpu_strategy(2, shard="optimizer")
     (batch,) = strategy.distribute_dataset([np.tile(np.arange(4, dtype=np.float32), (2, 1))])
     with strategy.scope():
         momentum = jnp.zeros(4)
@@ -382,7 +382,7 @@ def test_gradients_in_half_precision_are_not_scattered():
         updates, opt_state = tx.update(grads, state[1], state[0])
         return optax.apply_updates(state[0], updates), opt_state
 
-    strategy, tx = cpu_strategy(4, shard_update=True), optax.adam(1e-2)
+    strategy, tx = cpu_strategy(4, shard="optimizer"), optax.adam(1e-2)
     (batch,) = strategy.distribute_dataset([X.astype(jnp.bfloat16)])
     with strategy.scope():
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), PARAMS)
@@ -393,7 +393,7 @@ def test_gradients_in_half_precision_are_not_scattered():
 
 
 def test_missing_all_reduce_is_still_an_error():
-    strategy = cpu_strategy(2, shard_update=True)
+    strategy = cpu_strategy(2, shard="optimizer")
     model, optimizer = nnx_training(strategy)
     (batch,) = strategy.distribute_dataset([X])
 
@@ -406,7 +406,7 @@ def test_missing_all_reduce_is_still_an_error():
 
 
 def test_verify_and_the_report_support_shards():
-    strategy = cpu_strategy(4, shard_update=True)
+    strategy = cpu_strategy(4, shard="optimizer")
     state, go_on = adam_training(strategy)
     (batch,) = strategy.distribute_dataset([X])
     step = step_of(optax.adam(1e-2))
@@ -419,7 +419,7 @@ def test_verify_and_the_report_support_shards():
     assert_message(rows["state[1][0].mu['c']"].why, values=["float32[10]", 4])
     weight = rows["state[0]['w']"]
     assert weight.state == "mirrored"
-    assert_message(weight.why, names=["dot_general", "test_shard_update.py"])
+    assert_message(weight.why, names=["dot_general", "test_shard.py"])
     assert mu.why in str(strategy.inspect(step, (state, batch)))
     collectives = strategy.inspect(step, (state, batch)).collectives
     assert [(row.in_words, row.num_leaves) for row in collectives] == [
@@ -432,7 +432,7 @@ def test_verify_and_the_report_support_shards():
 
 
 def test_report_names_the_reason_for_unsharded_state():
-    strategy = cpu_strategy(4, shard_update=True)
+    strategy = cpu_strategy(4, shard="optimizer")
     tx = optax.MultiSteps(optax.adam(1e-2), 2)
     with strategy.scope():
         params = jax.tree.map(jnp.asarray, PARAMS)
@@ -447,7 +447,7 @@ def test_report_names_the_reason_for_unsharded_state():
 def test_memory_reports_count_shards(capsys):
     options = ["estimate-memory", "mlp", "--devices", "4", "--batch-size", "32", "--json"]
     found = []
-    for more in ([], ["--shard-update"]):
+    for more in ([], ["--shard", "optimizer"]):
         assert cli.main([*options, *more]) == 0
         (row,) = json.loads(capsys.readouterr().out)["rows"]
         found.append(row["bytes"])
@@ -455,7 +455,7 @@ def test_memory_reports_count_shards(capsys):
     assert whole["parameters"] == sharded["parameters"]
     # Momentum; the bias of ten classes has no axis that four divide.
     assert whole["optimizer_state"] == pytest.approx(4 * sharded["optimizer_state"], rel=1e-3)
-    strategy = cpu_strategy(2, shard_update=True)
+    strategy = cpu_strategy(2, shard="optimizer")
     model, optimizer = nnx_training(strategy)
     data = strategy.distribute_dataset([X] * 4)
     memory = strategy.explain(nnx_step, (model, optimizer), data=data, steps=2).memory
@@ -478,29 +478,29 @@ DATA = {"x": RNG.randn(44, 16).astype(np.float32)}
 def test_checkpoint_of_shards_is_one_full_copy(tmp_path):
     data = mirror.data.from_arrays(DATA, batch_size=16)
     results = {}
-    for shard_update in (True, False):
-        trainer = trainer_of(cpu_strategy(4, shard_update=shard_update))
+    for shard in ("optimizer", "none"):
+        trainer = trainer_of(cpu_strategy(4, shard=shard))
         trainer.fit(data, epochs=1, progress=False)
-        results[shard_update] = nnx.state(trainer.optimizer)
-        trainer.save(tmp_path / str(shard_update))
+        results[shard] = nnx.state(trainer.optimizer)
+        trainer.save(tmp_path / shard)
     assert_close(*results.values(), 2e-6)
-    assert 0.25 in stored(results[True])
-    for saved in (True, False):
-        for n, shard_update in ((2, True), (4, False)):
-            trainer = trainer_of(cpu_strategy(n, shard_update=shard_update))
-            trainer.restore(tmp_path / str(saved))
+    assert 0.25 in stored(results["optimizer"])
+    for saved in ("optimizer", "none"):
+        for n, shard in ((2, "optimizer"), (4, "none")):
+            trainer = trainer_of(cpu_strategy(n, shard=shard))
+            trainer.restore(tmp_path / saved)
             assert_close(nnx.state(trainer.optimizer), results[saved], 0)
             trainer.fit(data, epochs=2, progress=False)
             parts = stored(nnx.state(trainer.optimizer))
-            assert (1 / n in parts) is shard_update
+            assert (1 / n in parts) is (shard == "optimizer")
 
 
 @pytest.mark.slow
 def test_grouped_steps_stay_mirrored():
     data = mirror.data.from_arrays(DATA, batch_size=16)
     trainers = [
-        trainer_of(cpu_strategy(2, shard_update=each), steps_per_execution=2)
-        for each in (True, False)
+        trainer_of(cpu_strategy(2, shard=each), steps_per_execution=2)
+        for each in ("optimizer", "none")
     ]
     for trainer in trainers:
         trainer.fit(data, epochs=2, progress=False)
@@ -508,13 +508,13 @@ def test_grouped_steps_stay_mirrored():
 
 
 WHOLE = {
-    "one replica": (lambda: cpu_strategy(1, shard_update=True), {"fix": "replica"}),
+    "one replica": (lambda: cpu_strategy(1, shard="optimizer"), {"fix": "replica"}),
     "rows": (
-        lambda: cpu_strategy(2, replicas_per_device=2, shard_update=True),
+        lambda: cpu_strategy(2, replicas_per_device=2, shard="optimizer"),
         {"fix": "replicas"},
     ),
     "host": (
-        lambda: cpu_strategy(2, cross_device_ops=mirror.ReductionToOneDevice(), shard_update=True),
+        lambda: cpu_strategy(2, cross_device_ops=mirror.ReductionToOneDevice(), shard="optimizer"),
         {"names": "cross_device_ops", "values": "ReductionToOneDevice('/CPU:0')"},
     ),
 }
@@ -525,9 +525,9 @@ def test_log_reports_when_sharding_has_no_effect(make, wanted, caplog):
     caplog.clear()
     with caplog.at_level("INFO", logger="mirror"):
         strategy = make()
-    (said,) = [r for r in caplog.messages if "shard_update" in r]
+    (said,) = [r for r in caplog.messages if "shard=" in r]
     assert_message(said, **wanted)
-    assert not strategy.shard_update
+    assert strategy.shard == "none"
     state, _ = train(strategy, optax.adam(1e-2))
     assert set(stored(state)) == {1.0}
     assert_close(state, train(cpu_strategy(2), optax.adam(1e-2))[0], 1e-5)
@@ -545,10 +545,10 @@ def test_gradients_are_scattered_in_buckets_on_gpus(monkeypatch, types, flags, n
     """XLA compares its limit with the slices, not with the 30 MiB of gradients."""
     monkeypatch.setenv("XLA_FLAGS", flags)
     with pretended_types(types), compiler_options() as options:
-        train(cpu_strategy(4, shard_update=True), optax.adam(1e-2), steps=1)
+        train(cpu_strategy(4, shard="optimizer"), optax.adam(1e-2), steps=1)
     assert options == [{BUCKETS: 30 * 2**20 // 4}] * number
 
 
-def test_shard_update_must_be_a_bool():
-    with raises(TypeError, names="shard_update", values=["'auto'", True, False]):
-        cpu_strategy(2, shard_update="auto")
+def test_shard_must_be_one_of_the_words():
+    with raises(ValueError, names="shard", values=["'auto'", "'none'", "'optimizer'", "'model'"]):
+        cpu_strategy(2, shard="auto")

@@ -1,0 +1,202 @@
+"""The pass `gathers`: whole weights exist only around the operations that read them.
+
+A program that stores weights in slices gathers each for every reader. This pass keeps few of the
+gathered weights for later readers, sums gradients as soon as they are computed, and lets each
+gather start after the operations that come before its reader. So whole weights and gradients live
+about as long as one layer is computed.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from mirror._src.jaxprs.equations import Scan
+from mirror._src.jaxprs.primitives import CONTROL, ELEMENTWISE, GENERAL, SHAPING
+from mirror._src.passes.program import (
+    Atom,
+    Operation,
+    Program,
+    Settings,
+    Value,
+    values_of,
+    with_bodies,
+)
+
+
+def order(program: Program, settings: Settings) -> Program:
+    """Orders and merges the gathers of a program, and of the loops in it."""
+    if math.isinf(settings.min_bytes):
+        return program
+    operations = _summed_early(with_bodies(program, lambda body: order(body, settings)))
+    readers = {atom for operation in operations for atom in operation.inputs}
+    gathers = [op for op in operations if op.kind == "gather" and op.outputs[0] in readers]
+    if settings.kept_bytes is None:
+        sizes = (gather.outputs[0].num_bytes for gather in gathers)
+        settings = settings._replace(kept_bytes=max(sizes, default=0))
+    cache = _Cache(gathers, settings.kept_bytes or 0)
+    latest: list[Value] = []  # what the next gather starts after
+    known: dict[Atom, Value] = {}  # the gathered value that is read instead of another one
+    ordered = []
+    for i, operation in enumerate(operations):
+        if operation in cache.gathers:
+            (part,), (whole,) = operation.inputs, operation.outputs
+            kept = cache.find(part)
+            if kept is not None:
+                known[whole] = kept
+                continue
+            earlier = latest or _other_operands(operations[i + 1 :], whole)
+            operation = replace(operation, inputs=[part, *earlier])
+            cache.keep(part, whole)
+            sums = [value for value in latest if value.layout.axis is not None]
+            latest = [value for value in latest if value not in sums] + sums[-1:]
+        else:
+            if not known.keys().isdisjoint(operation.inputs):
+                inputs = [known.get(atom, atom) for atom in operation.inputs]
+                operation = replace(operation, inputs=inputs)
+            if operation.kind == "scatter":
+                latest.append(operation.outputs[0])
+            elif (value := _result_of_work(operation)) is not None:
+                latest = [value, *(v for v in latest if v.layout.axis is not None)]
+        ordered.append(operation)
+    outputs = [known.get(atom, atom) for atom in program.outputs]
+    return program._replace(operations=ordered, outputs=outputs)
+
+
+class _Cache:
+    """The gathered values that are kept.
+
+    The whole program is known, so it drops the value that is read last, which is best (Belady,
+    1966).
+
+    Args:
+        gathers: All gathers, in order.
+        num_bytes: How many bytes it may keep.
+    """
+
+    def __init__(self, gathers: Sequence[Operation], num_bytes: int) -> None:
+        self.gathers = set(gathers)
+        self._num_bytes = num_bytes
+        self._reads = defaultdict[Atom, list[int]](list)
+        for i, gather in enumerate(gathers):
+            self._reads[gather.inputs[0]].append(i)
+        self._now = -1
+        self._kept: dict[Atom, Value] = {}
+
+    def find(self, part: Atom) -> Value | None:
+        """Returns the gathered value, if it is kept. To call for each gather in turn."""
+        self._now += 1
+        self._reads[part].pop(0)
+        found = self._kept.get(part)
+        self._drop()
+        return found
+
+    def keep(self, part: Atom, whole: Value) -> None:
+        """Keeps a gathered value, if it is read again before the others."""
+        self._kept[part] = whole
+        self._drop()
+
+    def _drop(self) -> None:
+        room, kept = self._num_bytes, {}
+        read_again = [part for part in self._kept if self._reads[part]]
+        for part in sorted(read_again, key=lambda part: self._reads[part][0]):
+            room -= self._kept[part].num_bytes
+            if room < 0:
+                break
+            kept[part] = self._kept[part]
+        self._kept = kept
+
+
+def _result_of_work(operation: Operation) -> Value | None:
+    """Returns a result of an operation that takes long; `None` for other operations."""
+    if operation.kind != "loop" and operation.name not in GENERAL | CONTROL:
+        return None
+    return next((v for v in operation.outputs if v.layout.is_own and _is_number(v)), None)
+
+
+def _other_operands(operations: Sequence[Operation], whole: Value) -> list[Value]:
+    """Returns an operand of the first reader that is not gathered, so that loops gather in turn."""
+    reader = next((op for op in operations if whole in op.inputs), None)
+    operands = values_of(reader.inputs) if reader is not None else []
+    made = {value for op in operations for value in op.outputs}
+    return [v for v in operands if v.layout.is_own and v not in made and _is_number(v)][:1]
+
+
+def _is_number(value: Value) -> bool:
+    dtype = value.aval.dtype
+    is_extended = jnp.issubdtype(dtype, jax.dtypes.extended)
+    return not is_extended and dtype.itemsize <= 8 and math.prod(value.aval.shape) > 0
+
+
+def _summed_early(program: Program) -> list[Operation]:
+    """Returns the operations with each scatter, and what only leads to it, as early as possible."""
+    operations = program.operations
+    readers = defaultdict[Value, list[Operation]](list)
+    for operation in operations:
+        for value in values_of(operation.inputs):
+            readers[value].append(operation)
+    returned = set(values_of(program.outputs))
+    early: set[Operation] = set()
+    for operation in reversed(operations):
+        after = [reader for value in operation.outputs for reader in readers[value]]
+        leads = bool(after) and early.issuperset(after) and returned.isdisjoint(operation.outputs)
+        is_light = operation.kind == "equation" and operation.name in ELEMENTWISE | SHAPING
+        if operation.kind == "scatter" or (leads and is_light and not operation.has_effects):
+            early.add(operation)
+    makers = {value: op for op in operations for value in op.outputs}
+    missing = {}
+    waiting = defaultdict[Operation, list[Operation]](list)
+    for operation in early:
+        before = {makers[value] for value in values_of(operation.inputs) if value in makers}
+        missing[operation] = len(before)
+        for maker in before:
+            waiting[maker].append(operation)
+    position = {operation: i for i, operation in enumerate(operations)}
+    ordered: list[Operation] = []
+
+    def emit(operation: Operation) -> None:
+        ordered.append(operation)
+        for later in sorted(waiting[operation], key=position.__getitem__):
+            missing[later] -= 1
+            if not missing[later]:
+                emit(later)
+
+    for operation in operations:
+        if operation not in early or not any(v in makers for v in values_of(operation.inputs)):
+            emit(operation)
+    return ordered
+
+
+def num_gathers(program: Program) -> Counter[Atom]:
+    """Returns how often each input is gathered, also after a cast or transposition of its slices.
+
+    Gathers in a loop count for each of its steps.
+    """
+    return _count_gathers(program)[0]
+
+
+def _count_gathers(program: Program) -> tuple[Counter[Atom], dict[Atom, Atom]]:
+    """Returns the numbers of gathers, and the input that each value in slices is made of."""
+    found, origins = Counter[Atom](), dict[Atom, Atom]()
+    for operation in program.operations:
+        if operation.body is not None:
+            body, (inner, inside) = operation.body, _count_gathers(operation.body)
+            outer = dict[Atom, Atom](zip(body.inputs, operation.inputs, strict=True))
+            length = Scan(operation.eqn).length
+            for value in body.inputs:
+                atom = outer[value]
+                found[origins.get(atom, atom)] += inner[value] * length
+            made_of = [outer.get(inside.get(atom, atom), atom) for atom in body.outputs]
+        else:
+            for gather in (each for each in operation.members if each.kind == "gather"):
+                part = gather.inputs[0]
+                found[origins.get(part, part)] += 1
+            sliced = [atom for atom in operation.inputs if atom.layout.axis is not None]
+            made_of = sliced[:1] * len(operation.outputs)
+        for value, atom in zip(operation.outputs, made_of, strict=False):
+            if value.layout.axis is not None:
+                origins[value] = origins.get(atom, atom)
+    return found, origins

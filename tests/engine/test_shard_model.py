@@ -1,0 +1,468 @@
+"""`shard="model"`: each device stores 1/n of the model; steps gather what they read."""
+
+import itertools
+import re
+from collections import Counter
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax import lax
+
+import mirror
+from tests.support.inside import compiled_step, slice_arrays_from
+from tests.support.strategies import cpu_strategy
+from tests.support.tables import rows
+
+N = 4
+D = 16
+KEY = jax.random.key(0)
+RNG = np.random.RandomState(0)
+BATCHES = [
+    {"x": RNG.randn(8, D).astype(np.float32), "t": RNG.randint(0, 32, 8).astype(np.int32)}
+    for _ in range(3)
+]
+DATA = RNG.randn(16, D).astype(np.float32), RNG.randn(16, D).astype(np.float32)
+
+
+def normal(i, *shape):
+    return jax.random.normal(jax.random.fold_in(KEY, i), shape) * 0.3
+
+
+def square(*names):
+    return lambda: {name: normal(i, D, D) for i, name in enumerate(names)}
+
+
+def tied(p, b):
+    logits = jnp.tanh(p["e"][b["t"]] @ p["w"]) @ p["e"].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, b["t"]).mean()
+
+
+def bfloat16(p, b):
+    w, v = (p[name].astype(jnp.bfloat16) for name in "wv")
+    return (jnp.tanh(b["x"].astype(jnp.bfloat16) @ w) @ v.T).astype(jnp.float32).var()
+
+
+def scan_in_bfloat16(p, b):
+    def layer(x, w):
+        y = x @ w["w"].T.astype(jnp.bfloat16) + w["b"].astype(jnp.bfloat16)
+        return jnp.tanh(y), None
+
+    return lax.scan(layer, b["x"].astype(jnp.bfloat16), p)[0].astype(jnp.float32).var()
+
+
+def scan_with_remat(p, b):
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+    return ((lax.scan(layer, b["x"], p["w"])[0] @ p["o"]) ** 2).mean()
+
+
+def nested_scans(p, b):
+    layer = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
+    return lax.scan(lambda x, w: (lax.scan(layer, x, w)[0], None), b["x"], p["w"])[0].var()
+
+
+def recurrent(p, b):
+    cell = lambda h, x: (jnp.tanh(h @ p["w"] + x @ p["u"]), h.sum())  # noqa: E731
+    last = lax.scan(cell, jnp.zeros((1, D)), b["x"][:, None])[0]
+    return last.var() + (p["w"] ** 2).sum() * 1e-3
+
+
+def penalty_in_scan(p, b):
+    def layer(carry, w):
+        x, penalty = carry
+        return (jnp.tanh(x @ w), penalty + (w**2).sum()), None
+
+    x, penalty = lax.scan(layer, (b["x"], 0.0), p["w"])[0]
+    return x.var() + 1e-3 * penalty
+
+
+def branches(p, b):
+    x = b["x"]
+    y = lax.cond(x.sum() > 0, lambda x: jnp.tanh(x @ p["w"]), lambda x: x @ p["u"], x)
+    once = lambda c: (c[0] + 1, c[1] @ lax.stop_gradient(p["u"]))  # noqa: E731
+    return (y @ lax.while_loop(lambda c: c[0] < 2, once, (0, jnp.eye(D)))[1]).var()
+
+
+@jax.custom_vjp
+def product(w, x):
+    return x @ w
+
+
+product.defvjp(lambda w, x: (x @ w, (w, x)), lambda r, g: (r[1].T @ g, g @ r[0].T))
+
+
+def custom_rule(p, b):
+    inner = jax.jit(lambda w, x: jnp.tanh(product(w, x)))
+    return inner(p["w"], jax.nn.gelu(b["x"] @ p["u"])).var()
+
+
+def convolution(p, b):
+    images = b["x"].reshape(-1, 4, 4, 1)
+    numbers = ("NHWC", "HWIO", "NHWC")
+    y = lax.conv_general_dilated(images, p["w"], (1, 1), "SAME", dimension_numbers=numbers)
+    return (y.reshape(len(images), -1) @ p["v"]).var()
+
+
+def heads(p, b):
+    y = jnp.einsum("bd,dhk->bhk", b["x"], p["w"]).reshape(len(b["x"]), -1)
+    return (y @ p["v"].reshape(D, D)).var()
+
+
+def plain(p, b):
+    return jnp.tanh(b["x"] @ p["w"] @ p["v"]).var()
+
+
+def odd(p, b):
+    return (jnp.tanh(b["x"] @ p["w"]) @ p["v"].T @ p["odd"]).var()
+
+
+def gradient_penalty(p, b):
+    gradient = jax.grad(lambda x: jnp.tanh(x @ p["w"]).sum())(b["x"])
+    return (gradient**2).mean() + (p["v"] ** 2).mean()
+
+
+def noisy(p, b):
+    replica = mirror.get_replica_context().replica_id_in_sync_group
+    noise = jax.random.normal(jax.random.fold_in(jax.random.key(3), replica), (D, D))
+    return (b["x"] @ (p["w"] + 0.1 * noise) @ p["v"]).var()
+
+
+def spectral(p, b):
+    w = p["w"] / jnp.linalg.norm(p["w"], axis=0, keepdims=True)
+    return jnp.tanh(b["x"] @ w @ p["v"]).var()
+
+
+def clipped_lamb():
+    return optax.chain(optax.clip_by_global_norm(0.1), optax.lamb(1e-2))
+
+
+ADAM = lambda: optax.adam(1e-2)  # noqa: E731
+PROGRAMS = {
+    "tied weights": (lambda: {"e": normal(0, 32, D), "w": normal(1, D, D)}, tied, ADAM),
+    "bfloat16": (square("w", "v"), bfloat16, ADAM),
+    "scan in bfloat16": (
+        lambda: {"w": normal(0, 4, D, D), "b": normal(1, 4, D)},
+        scan_in_bfloat16,
+        ADAM,
+    ),
+    "scan with remat": (
+        lambda: {"w": normal(0, 4, D, D), "o": normal(1, D, D)},
+        scan_with_remat,
+        ADAM,
+    ),
+    "nested scans": (lambda: {"w": normal(0, 2, 3, D, D)}, nested_scans, ADAM),
+    "recurrent": (square("w", "u"), recurrent, ADAM),
+    "penalty in a scan": (lambda: {"w": normal(0, 4, D, D)}, penalty_in_scan, ADAM),
+    "branches": (square("w", "u"), branches, ADAM),
+    "custom rule": (square("w", "u"), custom_rule, ADAM),
+    "convolution": (
+        lambda: {"w": normal(0, 3, 3, 1, 8), "v": normal(1, 128, D)},
+        convolution,
+        ADAM,
+    ),
+    "heads": (lambda: {"w": normal(0, D, 4, 4), "v": normal(1, 4, 4, D)}, heads, ADAM),
+    "odd shapes": (
+        lambda: {"w": normal(0, D, D), "v": normal(1, 7, D), "odd": normal(2, 7, 15)},
+        odd,
+        ADAM,
+    ),
+    "gradient penalty": (square("w", "v"), gradient_penalty, ADAM),
+    "noise per replica": (square("w", "v"), noisy, ADAM),
+    "normalized weights": (square("w", "v"), spectral, ADAM),
+    "clipped lamb": (square("w", "v"), plain, clipped_lamb),
+    "adafactor": (
+        square("w", "v"),
+        plain,
+        lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    ),
+    "muon": (square("w", "v"), plain, lambda: optax.contrib.muon(1e-2)),
+    "MultiSteps": (square("w", "v"), plain, lambda: optax.MultiSteps(optax.adam(1e-2), 2)),
+}
+QUICK = ("tied weights", "scan in bfloat16", "scan with remat", "penalty in a scan", "odd shapes")
+ALL = [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK), id=n) for n in PROGRAMS]
+
+
+@pytest.fixture(autouse=True)
+def _slices_of_small_arrays(monkeypatch):
+    slice_arrays_from(256, monkeypatch)
+
+
+def step_of(loss, tx):
+    def step(state, batch):
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        grads, value = mirror.all_reduce("mean", (grads, value))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    return step
+
+
+def started(name, shard):
+    make, loss, optimizer = PROGRAMS[name]
+    strategy, tx = cpu_strategy(N, shard=shard), optimizer()
+    state = strategy.init(lambda: (lambda params: (params, tx.init(params)))(make()))
+    return strategy, step_of(loss, tx), state
+
+
+def train(name, shard):
+    strategy, step, state = started(name, shard)
+    losses = []
+    for batch in strategy.distribute_dataset(BATCHES):
+        state, loss = strategy.run(step, (state, batch), donate_argnums=0)
+        losses.append(float(loss))
+    return state, losses
+
+
+def slice_bytes(tree):
+    """Returns the bytes of a tree on the first device, and of its whole arrays."""
+    leaves = jax.tree.leaves(tree)
+    return sum(x.addressable_shards[0].data.nbytes for x in leaves), sum(x.nbytes for x in leaves)
+
+
+def is_sliced(leaf):
+    return leaf.addressable_shards[0].data.size * N == leaf.size
+
+
+def assert_close(got, wanted, tolerance=2e-6):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_model_in_slices_trains_as_mirrored(name):
+    (state, losses), (wanted, plain) = train(name, "model"), train(name, "none")
+    assert_close(state, wanted)
+    np.testing.assert_allclose(losses, plain, rtol=1e-6)
+    for leaf in jax.tree.leaves(state):
+        has_axis = any(size and size % N == 0 for size in leaf.shape)
+        assert is_sliced(leaf) or leaf.nbytes < 256 or not has_axis
+
+
+def test_sums_carried_by_a_loop_are_slices():
+    """Gradients of pieces, added in a loop that starts with the gradients of the first one."""
+
+    def step(params, batch):
+        gradients = jax.grad(lambda p, x: plain(p, {"x": x}))
+        pieces = batch["x"].reshape(2, -1, D)
+        add = lambda total, x: (jax.tree.map(jnp.add, total, gradients(params, x)), None)  # noqa: E731
+        total, _ = lax.scan(add, gradients(params, pieces[0]), pieces)
+        total = mirror.all_reduce("mean", total)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, total)
+
+    results = {}
+    for shard in ("none", "model"):
+        strategy = cpu_strategy(N, shard=shard)
+        params = strategy.init(square("w", "v"))
+        (batch,) = strategy.distribute_dataset([{"x": DATA[0]}])
+        report = strategy.inspect(step, (params, batch))
+        results[shard] = strategy.run(step, (params, batch), donate_argnums=0)
+    assert_close(results["model"], results["none"])
+    found = Counter[tuple[str, str]]()
+    for row in report.collectives:
+        found[row.kind, row.loop] += row.num_leaves
+    # Two weights do not fit: the loop gathers them. Each first sum is scattered once before it.
+    assert found["reduce-scatter", "scan"] == found["reduce-scatter", ""] == 2
+    assert found["all-gather", "scan"] >= 2
+    small = cpu_strategy(N, shard="model")
+    one = small.init(square("w"))
+    recurrence = lambda p, b: lax.scan(lambda h, x: (h @ p["w"] + x, None), b["x"][0], b["x"])[0]  # noqa: E731
+    (batch,) = small.distribute_dataset(BATCHES[:1])
+    gathers = small.inspect(lambda p, b: mirror.all_reduce("mean", recurrence(p, b)), (one, batch))
+    assert [row.loop for row in gathers.collectives if row.kind == "all-gather"] == [""]
+
+
+HLO = {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_gathers_are_those_of_the_compiled_program(name):
+    strategy, step, state = started(name, "model")
+    (batch,) = strategy.distribute_dataset(BATCHES[:1])
+    planned = Counter(row.kind for row in strategy.inspect(step, (state, batch)).collectives)
+    text = compiled_step(strategy, lambda _: (step, (state, batch)), (0,)).as_text()
+    sent = Counter(kind for kind in re.findall(r" ([a-z-]+?)(?:-start)?\(", text) if kind in HLO)
+    unread = name == "MultiSteps"  # XLA finds that a branch does not read what it gets
+    assert sent["all-gather"] == planned["all-gather"] - unread
+    assert sent["reduce-scatter"] == planned["reduce-scatter"]
+    assert planned["reduce-scatter"] > 0 or name in ("adafactor", "muon")  # which read them whole
+
+
+def layers(count, *, scans, remat):
+    def make():
+        ws = [normal(i, 64, 64) for i in range(count)]
+        return jnp.stack(ws) if scans else ws
+
+    def loss(ws, b):
+        layer = lambda x, w: jnp.tanh(x @ w)  # noqa: E731
+        layer = jax.checkpoint(layer) if remat else layer
+        x = jnp.tile(b["x"], (1, 4))
+        if scans:
+            return lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0].var()
+        for w in ws:
+            x = layer(x, w)
+        return x.var()
+
+    return make, loss
+
+
+@rows("scans, remat", list(itertools.product((False, True), (False, True))))
+def test_whole_weights_live_about_as_long_as_a_layer(scans, remat):
+    """Temporary memory does not grow with the number of layers, less their activations."""
+    tx, one = optax.adam(1e-3), 64 * 64 * 4
+    for count in (4, 12):
+        make, loss = layers(count, scans=scans, remat=remat)
+        memory = {}
+        for shard in ("none", "model"):
+            strategy = cpu_strategy(N, shard=shard)
+            state = strategy.init(lambda make=make: (lambda p: (p, tx.init(p)))(make()))
+            (batch,) = strategy.distribute_dataset(BATCHES[:1])
+            args = step_of(loss, tx), (state, batch)
+            program = compiled_step(strategy, lambda _, args=args: args, (0,))
+            memory[shard] = program.memory_analysis().temp_size_in_bytes
+        activations = (count + 2) * 2 * 64 * 4 * 4
+        assert memory["model"] <= 5 * one + activations, memory
+        assert memory["none"] >= (count - 1) * one
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(D, 2 * D, rngs=rngs)
+        self.norm = nnx.LayerNorm(2 * D, rngs=rngs)
+        self.last = nnx.Linear(2 * D, D, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(nnx.relu(self.norm(self.first(x))))
+
+
+def kernels(model):
+    return [model.first.kernel.get_value(), model.last.kernel.get_value()]
+
+
+def test_variables_are_sliced_where_they_are_created():
+    """Flax has no public hook: if this fails, look at `mirror._src.engine.nnx.created`."""
+    with cpu_strategy(N, shard="model").scope():
+        model = Net(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        assert all(map(is_sliced, kernels(model)))
+    moments = [x for x in jax.tree.leaves(nnx.state(optimizer)) if x.ndim == 2]
+    assert moments
+    assert all(map(is_sliced, moments))
+    assert not is_sliced(model.norm.scale.get_value())  # below the limit
+    outside = Net(nnx.Rngs(0))
+    assert not any(map(is_sliced, kernels(outside)))
+    assert_close(nnx.state(model, nnx.Param), nnx.state(outside, nnx.Param), 0)
+
+
+def test_init_returns_slices_of_what_a_function_creates():
+    strategy = cpu_strategy(N, shard="model")
+    rngs = nnx.Rngs(0)
+    model = strategy.init(Net, rngs)
+    assert isinstance(model, Net)
+    assert all(map(is_sliced, kernels(model)))
+    assert int(rngs.default.count.get_value()) == int(_advanced().default.count.get_value())
+    x = jnp.ones((1, D))
+    params = strategy.init(linen.Dense(2 * D).init, KEY, x)
+    assert is_sliced(params["params"]["kernel"])
+    assert_close(params, jax.jit(linen.Dense(2 * D).init)(KEY, x), 0)
+    mlp = strategy.init(lambda key: eqx.nn.MLP(D, D, D, 2, key=key), KEY)
+    assert all(is_sliced(layer.weight) for layer in mlp.layers)
+    assert mlp.activation is eqx.nn.MLP(D, D, D, 2, key=KEY).activation
+    assert strategy.init(lambda width: width, width=3) == 3
+
+
+def _advanced():
+    rngs = nnx.Rngs(0)
+    Net(rngs)
+    return rngs
+
+
+def mean_of(model, batch):
+    return mirror.all_reduce("mean", model(batch["x"]).mean())
+
+
+def test_model_from_outside_is_sliced_when_run_meets_it():
+    model, strategy = Net(nnx.Rngs(0)), cpu_strategy(N, shard="model")
+    model.eval()
+    (batch,) = strategy.distribute_dataset(BATCHES[:1])
+    wanted = float(model(BATCHES[0]["x"]).mean())
+    np.testing.assert_allclose(float(strategy.run(mean_of, (model, batch))), wanted, rtol=1e-5)
+    before = kernels(model)
+    assert all(map(is_sliced, before))
+    strategy.run(mean_of, (model, batch))
+    assert all(x is y for x, y in zip(before, kernels(model), strict=True))
+
+
+def trainer_of(strategy, **options):
+    with strategy.scope():
+        model = Net(nnx.Rngs(0))
+        return mirror.Trainer(model, optax.adam(1e-2), "mse", **options)
+
+
+@rows("steps", {"1 batch": 1, "pieces": 2})
+def test_trainer_trains_evaluates_predicts_and_restores_in_slices(steps, tmp_path):
+    results = {}
+    for shard in ("none", "model"):
+        trainer = trainer_of(cpu_strategy(N, shard=shard), accumulate_steps=steps)
+        history = trainer.fit(DATA, epochs=2, batch_size=16, progress=False)
+        assert all(is_sliced(k) is (shard == "model") for k in kernels(trainer.model))
+        results[shard] = trainer, history, trainer.evaluate(DATA, batch_size=16)
+        trainer.save(tmp_path / shard)
+        assert all(is_sliced(k) is (shard == "model") for k in kernels(trainer.model))
+    (sliced, history, metrics), (whole, wanted, others) = results["model"], results["none"]
+    assert_close(nnx.state(sliced.optimizer), nnx.state(whole.optimizer))
+    np.testing.assert_allclose(history["loss"], wanted["loss"], rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], others["loss"], rtol=1e-5)
+    np.testing.assert_allclose(
+        *(each.predict(DATA[0], batch_size=16) for each in (sliced, whole)), atol=1e-5
+    )
+    for saved, n, shard in (("model", 2, "model"), ("model", 1, "none"), ("none", N, "model")):
+        trainer = trainer_of(cpu_strategy(n, shard=shard), accumulate_steps=steps)
+        trainer.restore(tmp_path / saved)
+        assert_close(nnx.state(trainer.optimizer), nnx.state(results[saved][0].optimizer), 0)
+
+
+def test_reports_of_slices():
+    strategy, step, state = started("scan with remat", "model")
+    (batch,) = strategy.distribute_dataset(BATCHES[:1])
+    report = strategy.inspect(step, (state, batch))
+    gathered = {row.name: row.why for row in report.sharding if "gathered" in row.why}
+    assert gathered == {
+        "state[0]['o']": f"1/{N} on each device, along axis 0, gathered 1 time",
+        "state[0]['w']": f"1/{N} on each device, along axis 1, gathered 8 times",
+    }
+    strategy.check_mirrored(state)
+    strategy.verify(step, (state, batch))
+    explanation = strategy.explain(step, (state, batch), steps=2)
+    assert explanation.num_collectives == sum(row.least_trips for row in report.collectives)
+
+
+def test_sliced_state_is_copied_printed_and_averaged():
+    strategy, _, (params, _) = started("bfloat16", "model")
+    w = params["w"]
+    copied = jax.tree.map(jnp.copy, params)
+    assert is_sliced(copied["w"])
+    assert np.asarray(w).shape == (D, D)
+    assert "Array(" in repr(w)
+
+    def average(old, new):
+        return jax.tree.map(lambda x, y: 0.9 * x + 0.1 * y, old, new)
+
+    averaged = strategy.run(average, (copied, params), donate_argnums=0)
+    assert is_sliced(averaged["w"])
+    assert_close(averaged, params)
+
+
+def test_scope_stores_nothing_in_slices_where_it_has_no_effect(caplog):
+    with caplog.at_level("INFO", logger="mirror"):
+        strategy = cpu_strategy(1, shard="model")
+    assert [r for r in caplog.messages if "shard='model' has no effect" in r]
+    assert strategy.shard == "none"
+    with strategy.scope():
+        model = Net(nnx.Rngs(0))
+    assert all(k.addressable_shards[0].data.size == k.size for k in kernels(model))
