@@ -158,6 +158,49 @@ _OF_BATCH: dict[str, Op] = {
     "softmax of rows": Op((BATCH,), BATCH, lambda x: jax.nn.softmax(x, 0)),
     "mixed": Op((BATCH,), BATCH, lambda x: x.reshape(3, -1).T),
     "flat and back": Op((BATCH,), BATCH, lambda x: jnp.tanh(x.reshape(-1)).reshape(-1, 3)),
+    "pieces summed": Op((BATCH,), VECTOR, lambda x: jnp.tanh(x.reshape(2, -1, 3)).sum(1).sum(0)),
+    "pieces and back": Op((BATCH,), BATCH, lambda x: jnp.sin(x.reshape(2, -1, 3)).reshape(-1, 3)),
+    "over pieces": Op(
+        (BATCH, MATRIX),
+        VECTOR,
+        lambda x, w: jax.lax.scan(
+            lambda c, p: (c + jnp.tanh(p @ w + w[0]).sum(0), None), w[0] * 0, x.reshape(2, -1, 3)
+        )[0],
+    ),
+    "each piece": Op(
+        (BATCH, MATRIX),
+        BATCH,
+        lambda x, w: jax.lax.map(lambda p: jnp.tanh(p @ w) * 2, x.reshape(2, -1, 3)).reshape(-1, 3),
+    ),
+    "pieces by rounds": Op(
+        (BATCH, VECTOR),
+        VECTOR,
+        lambda x, v: jax.lax.scan(
+            lambda c, each: (c + each[0].sum(0) * each[1], None), v, (x.reshape(2, -1, 3), v[:2])
+        )[0],
+    ),
+    "normalized pieces": Op(
+        (BATCH, VECTOR),
+        VECTOR,
+        lambda x, v: jax.lax.scan(
+            lambda c, p: (c + jnp.tanh(p.sum(0)), None), v, x.reshape(2, -1, 3)
+        )[0],
+    ),
+    "decaying pieces": Op(
+        (BATCH, VECTOR),
+        VECTOR,
+        lambda x, v: jax.lax.scan(lambda c, p: (c * 0.5 + p.sum(0), None), v, x.reshape(2, -1, 3))[
+            0
+        ],
+    ),
+    "summed rows": Op(
+        (BATCH, VECTOR), VECTOR, lambda x, v: jax.lax.scan(_rowsum, v * 0, jnp.sin(x))[0]
+    ),
+    "counted rows": Op(
+        (BATCH, VECTOR),
+        VECTOR,
+        lambda x, v: jax.lax.scan(lambda c, r: (c + v + r, c.sum()), v * 0, x)[0],
+    ),
     "flat halves": Op((BATCH,), VECTOR, lambda x: x.reshape(2, -1, 3).sum(1).max(0)),
     "features first": Op((BATCH,), BATCH, lambda x: (x.T * 2 + 1).T),
     "stacked": Op((BATCH, BATCH), BATCH, lambda x, y: jnp.stack([x, y]).max(0)),
@@ -318,8 +361,11 @@ def evaluated(step: Callable[..., list[Any]], seed: int) -> tuple[list[Any], lis
 def holds(relation: Relation, values: np.ndarray, whole: np.ndarray) -> bool:
     """Whether a relation is true of the replicas' values and the value of one device."""
     scaled = float(relation.scale) * whole
+    if relation.is_in_pieces:
+        assert relation.pieces is not None
+        return _are_pieces(relation, values, scaled)
     match relation.kind:
-        case Kind.OTHER:
+        case Kind.OTHER | Kind.TOTAL:
             return True
         case Kind.ZERO:
             return not values.any() and not whole.any()
@@ -342,6 +388,20 @@ def holds(relation: Relation, values: np.ndarray, whole: np.ndarray) -> bool:
         case Kind.SPREAD:
             first = np.take(values.sum(0), 0, relation.axis)
             return _is_close(first, np.take(scaled, 0, relation.axis))
+
+
+def _are_pieces(relation: Relation, values: np.ndarray, scaled: np.ndarray) -> bool:
+    """Whether a relation of pieces is true of the replicas' values and a multiple of the other."""
+    if relation.kind is Kind.PART:
+        return _is_close(values.sum((0, relation.pieces + 1)), scaled.sum(relation.pieces))
+    assert relation.kind is Kind.ROWS
+    axes = relation.pieces, relation.axis
+
+    def flat(x: np.ndarray) -> np.ndarray:
+        x = np.moveaxis(x, axes, (0, 1))
+        return x.reshape(-1, *x.shape[2:])
+
+    return _is_close(np.concatenate(list(map(flat, values))), flat(scaled))
 
 
 def _is_close(a: np.ndarray, b: np.ndarray) -> bool:

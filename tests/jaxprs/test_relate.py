@@ -10,6 +10,7 @@ import pytest
 from mirror._src.jaxprs.relate import relate
 from mirror._src.jaxprs.relations import SAME, Kind, Why, rows
 from mirror._src.jaxprs.trace import trace
+from tests.fuzz import mutants
 from tests.fuzz.equality import check
 from tests.support.tables import rows as table
 
@@ -53,6 +54,10 @@ def synced_norm(w, x, y):
     center = pmean(h.mean(0))
     variance = pmean((h**2).mean(0)) - center**2
     return (((h - center) / jnp.sqrt(variance + 1e-5)) ** 3).mean()
+
+
+def pieces(x):
+    return x.reshape(2, len(x) // 2, *x.shape[1:])
 
 
 def mask(y):
@@ -107,6 +112,38 @@ EQUAL = {
         (x * jax.vmap(lambda k: jax.random.normal(k, (3,)))(of_examples(x))).sum()
     ),
     "shared noise": lambda w, x, y: w + noise(jax.random.key(0), w),
+    "scattered sums": lambda w, x, y: jax.lax.all_gather(
+        jax.lax.psum_scatter(
+            x.T @ jnp.tile(x, 2)[:, :4], "replica", scatter_dimension=1, tiled=True
+        ),
+        "replica",
+        axis=1,
+        tiled=True,
+    ),
+    "tiled": lambda w, x, y: psum((jnp.tile(x, (1, 2)) ** 2).sum()),
+    "accumulated rows": lambda w, x, y: psum(
+        jax.lax.scan(lambda c, r: (c + jnp.tanh(r @ w), None), jnp.zeros(3), x)[0]
+    ),
+    "accumulated pieces": lambda w, x, y: psum(
+        jax.lax.scan(
+            lambda c, p: (c + gradient(total)(w, *p), None), 0 * w, (pieces(x), pieces(y))
+        )[0]
+    ),
+    "pieces at once": lambda w, x, y: pmean(jnp.tanh(pieces(x)).mean()),
+    "pieces and back": lambda w, x, y: psum((jnp.tanh(pieces(x)).reshape(-1, 3) @ w).sum()),
+    "layers in pieces": lambda w, x, y: psum(
+        jax.lax.scan(
+            lambda c, p: (
+                c + jax.lax.scan(lambda h, k: (jnp.tanh(h @ w + k), None), p, w)[0].sum(0),
+                None,
+            ),
+            jnp.zeros(3),
+            pieces(x),
+        )[0]
+    ),
+    "scaled roots": lambda w, x, y: (lambda g: g / jnp.linalg.norm(g))(
+        psum(gradient(mean)(w, x, y))
+    ),
     "rematerialized": lambda w, x, y: pmean(gradient(jax.checkpoint(mean))(w, x, y)),
 }
 OTHERS = {
@@ -126,7 +163,56 @@ OTHERS = {
     ),
     "first row": (lambda w, x, y: psum(x[0]), Why.ROWS),
     "similarities": (lambda w, x, y: pmean(jax.nn.log_softmax(x @ x.T).mean()), Why.ROWS),
-    "running sum": (lambda w, x, y: psum(jnp.cumsum(x, 0).sum()), Why.ROWS),
+    "running sum": (lambda w, x, y: psum(jnp.cumsum(x, 0).sum()), Why.UNKNOWN),
+    "a share of the rows": (lambda w, x, y: psum(x[: len(x) // 2].sum()), Why.UNKNOWN),
+    "pairs on the diagonal": (lambda w, x, y: psum(jnp.diag(x @ x.T).sum()), Why.UNKNOWN),
+    "digits of a sum": (
+        lambda w, x, y: psum(y.sum() // 256) * 256 + psum(y.sum() % 256),
+        Why.UNKNOWN,
+    ),
+    "shuffled rows": (
+        lambda w, x, y: psum(jax.random.permutation(jax.random.key(0), x).sum(0)),
+        Why.UNKNOWN,
+    ),
+    "function of each piece": (lambda w, x, y: psum(jnp.tanh(pieces(x).sum(1)).sum(0)), Why.PART),
+    "weights of the rounds": (
+        lambda w, x, y: psum(
+            jax.lax.scan(lambda c, p: (c + p[0].sum() * p[1], None), 0.0, (pieces(x), w[0, :2]))[0]
+        ),
+        Why.UNKNOWN,
+    ),
+    "decaying pieces": (
+        lambda w, x, y: psum(
+            jax.lax.scan(lambda c, p: (0.5 * c + p.sum(), None), 0.0, pieces(x))[0]
+        ),
+        Why.UNKNOWN,
+    ),
+    "read total": (
+        lambda w, x, y: psum(
+            jax.lax.scan(lambda c, p: (c + p.sum(), jnp.tanh(c)), 0.0, pieces(x))[1].sum()
+        ),
+        Why.UNKNOWN,
+    ),
+    "scaled by each piece": (
+        lambda w, x, y: psum(
+            jax.lax.scan(
+                lambda c, p: (c + p[0].sum() * psum((p[1] * jnp.ones_like(p[0])).sum()), None),
+                0.0,
+                (pieces(x), w[0, :2]),
+            )[0]
+        ),
+        Why.UNKNOWN,
+    ),
+    "every second piece": (
+        lambda w, x, y: psum(
+            jax.lax.scan(
+                lambda c, p: ((c[0] + jnp.where(c[1] > 0, p.sum(), 0.0), 1 - c[1]), None),
+                (0.0, 1),
+                pieces(x),
+            )[0][0]
+        ),
+        Why.UNKNOWN,
+    ),
     "one key": (lambda w, x, y: psum((x * noise(jax.random.key(0), x)).sum()), Why.SAMPLES),
     "key of the replica": (lambda w, x, y: psum((x * noise(own_key(), x)).sum()), Why.SAMPLES),
     "mean of maxima": (lambda w, x, y: pmean(x.max()), Why.EXTREME),
@@ -151,7 +237,9 @@ OTHERS = {
         Why.UNKNOWN,
     ),
     "another operand": (lambda w, x, y: w if len(x) > SIZE else w.T, Why.UNKNOWN),
-    "another constant": (lambda w, x, y: w * (len(x) + 1), Why.UNKNOWN),
+    "another constant": (lambda w, x, y: w * (len(x) + 1), Why.SCALE),
+    "a negative factor": (lambda w, x, y: jnp.abs(w * (len(x) - 6)), Why.UNKNOWN),
+    "rows less one": (lambda w, x, y: psum(x.sum()) / (N * (len(x) - 1)), Why.SCALE),
     "narrow sum": (
         lambda w, x, y: psum(x.astype(jnp.int8).sum(dtype=jnp.int8).astype(jnp.int32)),
         Why.UNKNOWN,
@@ -202,3 +290,32 @@ def test_what_is_proved_of_many_random_steps_is_true(first):
     for seed in range(first, first + 20):
         check(seed, tally)
     print(dict(tally))
+
+
+def test_a_mistake_is_called_different():
+    tally = Counter()
+    mutants.check("regression", "loss", "rows of one replica", tally)
+    assert tally == {"different": 1}
+
+
+@pytest.mark.slow
+def test_a_sample_of_mistakes_is_not_called_equal(subtests):
+    tally = Counter()
+    for name in list(mutants.STEPS)[::5]:
+        place, mistake = mutants.mistakes(name)[0]
+        with subtests.test(step=name, place=place, mistake=mistake):
+            mutants.check(name, place, mistake, tally)
+    assert tally["different"] > 3
+
+
+@pytest.mark.nightly
+@table("name", list(mutants.STEPS))
+def test_mistakes_of_every_step_are_not_called_equal(name, subtests):
+    right, tally = Counter(), Counter()
+    mutants.check(name, "", "", right)
+    assert right == {"equal": 1}
+    for place, mistake in mutants.mistakes(name):
+        with subtests.test(place=place, mistake=mistake):
+            mutants.check(name, place, mistake, tally)
+    assert sum(tally.values()) >= 15
+    assert sum(count for verdict, count in tally.items() if "unknown" not in verdict) >= 8

@@ -43,6 +43,13 @@ def weighted(model, batch):
     return mirror.Weighted(losses(model, batch), (batch[1] > 0).astype(np.float32))
 
 
+def weighted_by_integers(model, batch):
+    x, y = batch
+    counts = y + 300
+    accuracy = mirror.Weighted((jnp.argmax(model(x), -1) == y) * counts, counts)
+    return mirror.Weighted(losses(model, batch) * counts, counts), {"accuracy": accuracy}
+
+
 def by_its_own_sum(model, batch):
     found = losses(model, batch)
     return found / jnp.where(mirror.example_mask(found), found, 0).sum()
@@ -53,6 +60,7 @@ EQUAL = {
     "losses": (losses, {}),
     "metrics": (with_accuracy, {}),
     "weighted": (weighted, {}),
+    "weighted by integers": (weighted_by_integers, {}),
     "clipped": (losses, {"tx": CLIPPED}),
     "pieces": (losses, {"accumulate_steps": 2}),
     "groups": (losses, {"steps_per_execution": 2}),

@@ -211,11 +211,9 @@ def _row(output: _Output, n: int) -> EqualityRow:
         is_equal = relation in (rows(0), relation._replace(kind=Kind.ZERO))
     if is_equal:
         return EqualityRow(output.name, value, "equal")
-    cause = relation.cause
-    is_unknown = cause is not None and cause.why is Why.UNKNOWN
-    if is_unknown or relation.kind not in (Kind.SAME, Kind.ROWS, Kind.OTHER):
-        return EqualityRow(output.name, value, _UNKNOWN, _explained(relation, n))
-    return EqualityRow(output.name, value, "different", _explained(relation, n))
+    is_scaled = output.is_own and relation.kind is Kind.ROWS  # and all replicas together have it
+    verdict = "different" if relation.is_different or is_scaled else _UNKNOWN
+    return EqualityRow(output.name, value, verdict, _explained(relation, n))
 
 
 def _explained(relation: Relation, n: int) -> str:
@@ -249,6 +247,10 @@ def _place(cause: Cause) -> str:
     return f"{cause.op} at {cause.line}" if cause.op != "input" else f"input {cause.line}"
 
 
+_ROWS = (
+    "The {place} combines or selects rows of this replica, where one device has all rows. Gather "
+    "them first: mirror.all_gather(x)."
+)
 _WORDS = {
     Why.SAMPLES: (
         "The random numbers of the {place} depend on the number of replicas. Use "
@@ -263,10 +265,8 @@ _WORDS = {
         "The {place} uses a sum or mean over this replica's rows as if it were over all rows. "
         'All-reduce it first: mirror.all_reduce("mean", x).'
     ),
-    Why.ROWS: (
-        "The {place} combines or selects rows of this replica, where one device has all rows. "
-        "Gather them first: mirror.all_gather(x)."
-    ),
+    Why.PAIRS: _ROWS,
+    Why.ROWS: _ROWS,
     Why.EXTREME: (
         "The {place} reduces the largest or smallest values of the replicas. Use "
         'mirror.all_reduce("max", x) or "min".'

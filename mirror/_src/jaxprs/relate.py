@@ -6,14 +6,16 @@ number of rows is: its value in one program is half of its value in the other. W
 differ, or an operation is not understood, the relation is unknown.
 """
 
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from mirror._src.jaxprs.collective_eqns import is_stateful
 from mirror._src.jaxprs.equations import Interpreter, Scan, While, inner_programs, is_ref, jaxpr_of
 from mirror._src.jaxprs.primitives import CALLBACK
+from mirror._src.jaxprs.relation_pieces import after_loop, total_of
 from mirror._src.jaxprs.relation_rules import result
 from mirror._src.jaxprs.relations import (
     SAME,
@@ -21,10 +23,12 @@ from mirror._src.jaxprs.relations import (
     Pair,
     Relation,
     Why,
+    alike,
     common,
     is_within_shapes,
     of_constants,
     other,
+    outermost,
     rows,
     worst,
 )
@@ -54,7 +58,8 @@ class _Pass(Interpreter[Relation]):
         whole: The program of one device.
         frames: For each program that is evaluated, the operation of one device for each operation.
         consts: The relations of constants, by their `id`.
-        depth: Number of the loops over rows around the current operation.
+        depth: Number of the loops over rows or pieces around the current operation.
+        loops: The loops over pieces among them, as negative axes.
     """
 
     def __init__(self, whole: _Program, num_replicas: int) -> None:
@@ -64,6 +69,7 @@ class _Pass(Interpreter[Relation]):
         self.frames: list[dict[int, JaxprEqn]] = []
         self.consts: dict[int, Relation] = {}
         self.depth = 0
+        self.loops: list[int] = []
 
     def constant(self, value: Any) -> Relation:
         return self.consts.get(id(value), SAME)
@@ -109,7 +115,7 @@ class _Pass(Interpreter[Relation]):
         return self.pair(eqn, eqn).other(Why.UNKNOWN)
 
     def pair(self, eqn: JaxprEqn, whole: JaxprEqn) -> Pair:
-        return Pair(eqn, whole, self.num_replicas, self.within)
+        return Pair(eqn, whole, self.num_replicas, self.within, self.loops[0] if self.loops else 0)
 
     def with_literals(
         self, atoms: Sequence[Any], whole: Sequence[Any], relations: Sequence[Relation]
@@ -151,13 +157,18 @@ class _Pass(Interpreter[Relation]):
         return result(pair, operands)
 
     def chosen(self, predicate: Relation, cases: Sequence[Relation]) -> Relation:
-        found = common(cases, self.num_replicas)
-        if predicate.is_equal and found is not None:
-            return found
+        found = common(cases, self.num_replicas) or alike(cases)
         (eqn,) = self.within[-1:]
+        if predicate.is_varying and any(x.is_in_pieces for x in cases):
+            return worst(cases) or self.unknown(eqn)
+        if predicate.is_equal and found is not None:
+            pieces = outermost([predicate.pieces, found.pieces])
+            return found._replace(pieces=pieces) if found.kind is Kind.SAME else found
         axes = {x.axis for x in (predicate, *cases) if x.kind is Kind.ROWS and x.axis < 0}
         rest = [x for x in (predicate, *cases) if x.kind is not Kind.ROWS]
+        all_pieces = {x.pieces for x in (predicate, *cases)}
         is_row = predicate.kind is Kind.ROWS and predicate.scale == 1 and len(axes) == 1
+        is_row = is_row and all_pieces == {None}
         if is_row and all(x.is_equal for x in rest) and all(x.scale == 1 for x in cases):
             return rows(axes.pop())
         if predicate.is_equal:
@@ -169,54 +180,111 @@ class _Pass(Interpreter[Relation]):
     def scan(self, eqn: JaxprEqn, operands: list[Relation]) -> list[Relation]:
         scan, whole = Scan(eqn), Scan(self.frames[-1][id(eqn)])
         shape = scan.num_consts, scan.num_carry, scan.reverse
-        if shape != (whole.num_consts, whole.num_carry, whole.reverse):
-            return [self.unknown(eqn)] * len(eqn.outvars)
-        consts, carry, scanned = scan.split(operands)
         is_over_rows = scan.length != whole.length
-        if is_over_rows and whole.length != self.num_replicas * scan.length:
+        is_known = not is_over_rows or whole.length == self.num_replicas * scan.length
+        if shape != (whole.num_consts, whole.num_carry, whole.reverse) or not is_known:
             return [self.unknown(eqn)] * len(eqn.outvars)
-        self.depth += is_over_rows
-        row = -self.depth
+        consts, first, scanned = scan.split(operands)
+        is_over_pieces = any(x.is_in_pieces and x.pieces == 0 for x in scanned)
+        is_deeper = is_over_rows or is_over_pieces
+        self.depth += is_deeper
+        self.loops += [-self.depth] * is_over_pieces
+        loop = _Loop(-self.depth if is_deeper else 0, is_over_rows, is_over_pieces)
+        own = scan.body.jaxpr.invars[scan.num_consts :]
+        kept = {i for i in range(len(first)) if scan.body.jaxpr.outvars[i] is own[i]}
+        totals = set(range(len(first))) - kept if is_deeper else set()
+        unknown = self.unknown(eqn)
+        slices = [loop.slice_of(x) or unknown for x in scanned]
 
-        def slice_of(relation: Relation) -> Relation:
-            if relation.kind is Kind.SPREAD:
-                return self.unknown(eqn)
-            if relation.kind not in (Kind.ROWS, Kind.INDEX) or relation.axis < 0:
-                return self.unknown(eqn) if is_over_rows and not relation.is_equal else relation
-            if is_over_rows:
-                is_row = relation.axis == 0 and relation.kind is Kind.ROWS
-                return relation._replace(axis=row) if is_row else self.unknown(eqn)
-            return relation._replace(axis=relation.axis - 1) if relation.axis else self.unknown(eqn)
+        def before(i: int, x: Relation) -> Relation:
+            if i in totals:
+                return total_of(i, loop.row, is_over_rows=is_over_rows)
+            return x if i in kept else loop.varying(x) or unknown
 
-        def stacked(relation: Relation) -> Relation:
-            if relation.kind is Kind.SPREAD:
-                return self.unknown(eqn)
-            if is_over_rows:
-                is_row = relation.kind is Kind.ROWS and relation.axis == row
-                return (
-                    relation._replace(axis=0)
-                    if is_row
-                    else worst([relation]) or (rows(0) if relation.is_equal else self.unknown(eqn))
-                )
-            is_moved = relation.kind in (Kind.ROWS, Kind.INDEX) and relation.axis >= 0
-            return relation._replace(axis=relation.axis + 1) if is_moved else relation
+        def after(i: int, x: Relation, y: Relation) -> Relation:
+            return x if i in totals else loop.carried(self.chosen(SAME, (x, y))) or unknown
 
-        slices = list(map(slice_of, scanned))
-        if is_over_rows:  # the loop of one device has more rounds
-            carry = [self.unknown(eqn)] * len(carry)
+        carry: list[Relation] = []
         while True:
+            carry = carry or list(itertools.starmap(before, enumerate(first)))
             outputs = self.call(scan.body, [*consts, *carry, *slices])
-            joined = [self.chosen(SAME, pair) for pair in zip(carry, outputs, strict=False)]
+            if others := {i for i in totals if not outputs[i].is_total(i)}:
+                totals -= others
+                carry = []
+                continue
+            joined = [after(i, *pair) for i, pair in enumerate(zip(carry, outputs, strict=False))]
             if joined == carry:
                 break
             carry = joined
-        self.depth -= is_over_rows
-        return [*carry, *map(stacked, outputs[scan.num_carry :])]
+        self.depth -= is_deeper
+        del self.loops[len(self.loops) - is_over_pieces :]
+        for i in totals:
+            carry[i] = after_loop(first[i], outputs[i], self.num_replicas) or unknown
+        stacked = [loop.stacked(x) or unknown for x in outputs[scan.num_carry :]]
+        return [*map(loop.ended, carry), *stacked]
 
     def while_loop(self, eqn: JaxprEqn, operands: list[Relation]) -> list[Relation]:
         if While(eqn).counts != While(self.frames[-1][id(eqn)]).counts:
             return [self.unknown(eqn)] * len(eqn.outvars)
         return super().while_loop(eqn, operands)
+
+
+class _Loop(NamedTuple):
+    """A loop of a `scan`.
+
+    Attributes:
+        row: The axis of one row or piece in its body; 0 for any other loop.
+        is_over_rows: Whether the loop of one device has a round for each of its rows.
+        is_over_pieces: Whether the rounds of replicas and of one device are of pieces of the batch.
+    """
+
+    row: int
+    is_over_rows: bool
+    is_over_pieces: bool
+
+    def slice_of(self, x: Relation) -> Relation | None:
+        """Returns the relation of what a round reads of an array; `None` if it is not known."""
+        if x.kind is Kind.SPREAD:
+            return None
+        if self.is_over_rows:
+            if x.kind is Kind.ROWS and x.axis == 0 and (x.pieces is None or x.pieces < 0):
+                return x._replace(axis=self.row)
+            return x if x.is_equal and x.kind is Kind.ZERO else None
+        if x.is_in_pieces and x.pieces is not None and x.pieces >= 0:
+            x = x._replace(pieces=x.pieces - 1 if x.pieces else self.row)
+        if x.kind in (Kind.ROWS, Kind.INDEX) and x.axis >= 0:
+            return x._replace(axis=x.axis - 1) if x.axis else None
+        return self.varying(x)
+
+    def stacked(self, x: Relation) -> Relation | None:
+        """Returns the relation of the array of what all rounds return."""
+        if x.kind in (Kind.SPREAD, Kind.TOTAL):
+            return None
+        if self.is_over_rows:
+            if x.kind is Kind.ROWS and x.axis == self.row:
+                return x._replace(axis=0)
+            is_known = x.kind in (Kind.OTHER, Kind.ZERO)
+            return x if is_known else rows(0) if x.is_equal and not x.is_varying else None
+        if x.is_in_pieces and x.pieces is not None and (x.pieces >= 0 or x.pieces == self.row):
+            x = x._replace(pieces=x.pieces + 1 if x.pieces >= 0 else 0)
+        if x.kind in (Kind.ROWS, Kind.INDEX) and x.axis >= 0:
+            return x._replace(axis=x.axis + 1)
+        return self.ended(x)
+
+    def varying(self, x: Relation) -> Relation | None:
+        """Returns the relation of a value that differs between rounds."""
+        if self.is_over_rows:  # of which one device has more
+            return None
+        is_new = self.is_over_pieces and x.kind is Kind.SAME and x.pieces is None
+        return x._replace(pieces=self.row) if is_new else x
+
+    def carried(self, x: Relation) -> Relation | None:
+        """Returns the relation of a carry: what a round makes of a piece is read in the next."""
+        return None if x.is_in_pieces and x.pieces == self.row else x
+
+    def ended(self, x: Relation) -> Relation:
+        """Returns the relation of a value after the loop."""
+        return x._replace(pieces=None) if x.is_varying and x.pieces == self.row else x
 
 
 def _mismatch(jaxpr: Jaxpr, whole: Jaxpr) -> int | None:

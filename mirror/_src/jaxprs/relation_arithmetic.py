@@ -1,5 +1,6 @@
 """The rules of arithmetic: how the results of sums, products and reductions relate."""
 
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -40,11 +41,14 @@ _OPPOSITE = {Kind.MOST: Kind.LEAST, Kind.LEAST: Kind.MOST}
 _SCALED = frozenset({"abs", "max", "min", "reduce_max", "reduce_min", "reduce_window_max"})
 _COMPARING = frozenset({"eq", "ge", "gt", "le", "lt", "ne", "sign"})
 _POWERS = {"square": 2, "reciprocal": -1}
+_ROOTS = {"sqrt": 1, "rsqrt": -1}
 _NARROW = 4  # bytes below which an integer sum may wrap on one device only
 
 
 def _elementwise(pair: Pair, xs: list[Relation]) -> Relation | None:
     name = pair.name
+    if all(x.is_equal for x in xs):
+        return _uniform(pair, xs)
     if name in ADDITION:
         return _sum(pair, xs)
     if name == "mul":
@@ -66,14 +70,9 @@ def _elementwise(pair: Pair, xs: list[Relation]) -> Relation | None:
         return Relation(Kind.MOST)  # whether one of them is NaN, as the extreme is then
     if name == "not" and xs[0].kind in _OPPOSITE and dtype_of(pair.eqn.invars[0]) == jnp.bool_:
         return xs[0]._replace(kind=_OPPOSITE[xs[0].kind])
-    powers = {**_POWERS, "integer_pow": pair.eqn.params.get("y")}
-    first = xs[0]
-    if name in powers and first.kind in (Kind.SAME, Kind.ROWS):
-        power: Any = powers[name]
-        scale = first.scale**power
-        if first.kind is Kind.ROWS:
-            return first._replace(scale=scale)
-        return first.by(scale / first.scale, pair.cause(Why.SCALE))
+    found = _power(pair, xs[0])
+    if found is not None:
+        return found
     if name in _SCALED or name in _COMPARING:
         found = alike(xs)
         if found is not None:
@@ -82,17 +81,33 @@ def _elementwise(pair: Pair, xs: list[Relation]) -> Relation | None:
         kind = EXTREMES[name]
         is_known = all(x.is_equal or (x.kind is kind and x.scale == 1) for x in xs)
         return Relation(kind) if is_known else None
-    return of_each_row(xs) or _uniform(pair, xs)
+    return of_each_row(xs)
+
+
+def _power(pair: Pair, x: Relation) -> Relation | None:
+    """Returns the relation of a power or root, whose factor is rational."""
+    power: Any = {**_POWERS, "integer_pow": pair.eqn.params.get("y")}.get(pair.name)
+    factor = x.scale
+    if pair.name in _ROOTS:
+        root = Fraction(math.isqrt(factor.numerator), math.isqrt(factor.denominator))
+        if root**2 == factor:
+            power, factor = _ROOTS[pair.name], root
+    if power is None or x.kind not in (Kind.SAME, Kind.ROWS):
+        return None
+    return x.by(factor**power / x.scale, pair.cause(Why.SCALE))
 
 
 def _uniform(pair: Pair, xs: list[Relation]) -> Relation | None:
     """Returns the relation of an array of one number, whose length depends on the batch."""
     axes = pair.scaled_axes()
+    if len(axes) != 1:
+        return None
+    (axis,) = axes
     is_known = all(
-        x.kind is Kind.ZERO or (x.is_equal and not shape_of(a))
-        for x, a in zip(xs, pair.eqn.invars, strict=True)
+        x.kind is Kind.ZERO or not shape_of(atom) or shape_of(atom)[axis] == 1
+        for x, atom in zip(xs, pair.eqn.invars, strict=True)
     )
-    return rows(axes[0]) if is_known and len(axes) == 1 else None
+    return rows(axis) if is_known else None
 
 
 def _sum(pair: Pair, xs: list[Relation]) -> Relation | None:
@@ -112,8 +127,8 @@ def _sum(pair: Pair, xs: list[Relation]) -> Relation | None:
     if kinds <= {Kind.SAME, Kind.ROWS, Kind.ZERO}:
         return alike(xs) or _scales_differ(xs)
     if kinds == {Kind.SAME, Kind.PART}:
-        scaled = [x for x in xs if x.kind is Kind.SAME]
-        return None if _is_literal(pair, xs, scaled[0]) else pair.other(Why.SCALE)
+        atom = pair.eqn.invars[[x.kind for x in xs].index(Kind.SAME)]
+        return None if isinstance(atom, Literal) else pair.other(Why.SCALE)
     if Kind.PART in kinds and kinds <= {Kind.PART, Kind.ROWS}:
         return pair.other(Why.PART)
     return None
@@ -122,10 +137,6 @@ def _sum(pair: Pair, xs: list[Relation]) -> Relation | None:
 def _scales_differ(xs: list[Relation]) -> Relation | None:
     causes = [x.cause for x in xs if x.cause is not None and x.kind is Kind.SAME]
     return Relation(Kind.OTHER, cause=causes[0]) if causes else None
-
-
-def _is_literal(pair: Pair, xs: list[Relation], x: Relation) -> bool:
-    return isinstance(pair.eqn.invars[xs.index(x)], Literal)
 
 
 def _counted(pair: Pair, xs: list[Relation]) -> Relation | None:
@@ -159,10 +170,10 @@ def _bilinear(pair: Pair, xs: list[Relation], rows_of: Relation | None) -> Relat
     if Kind.PART in (x.kind, y.kind):
         return pair.other(Why.PART)
     if rows_of is not None:
-        return rows_of._replace(scale=scale) if rows_of.kind is not Kind.OTHER else rows_of
+        return rows_of._replace(scale=scale)
     axes = {each.axis for each in xs if each.kind is Kind.ROWS}
     is_known = all(each.kind in (Kind.SAME, Kind.ROWS) for each in xs)
-    is_each = len(axes) == 1 and (pair.name == "mul" or max(axes) < 0)
+    is_each = len(axes) == 1 and (pair.name in ("mul", "div") or max(axes) < 0)
     return rows(axes.pop(), scale) if is_known and is_each else None
 
 
@@ -184,18 +195,10 @@ def _quotient(pair: Pair, xs: list[Relation]) -> Relation | None:
         return ZERO if y.kind in (Kind.SAME, Kind.ROWS) else None
     if y.kind not in (Kind.SAME, Kind.ROWS):
         return None
-    scale = x.scale / y.scale
-    if not jnp.issubdtype(dtype_of(pair.eqn.outvars[0]), jnp.inexact) and (
-        scale != 1 or x.kind is Kind.PART
-    ):
+    is_inexact = jnp.issubdtype(dtype_of(pair.eqn.outvars[0]), jnp.inexact)
+    if not is_inexact and (x.scale != y.scale or x.kind is Kind.PART):
         return None  # whose result is rounded
-    if y.kind is Kind.SAME and x.kind is Kind.SAME:
-        return SAME._replace(scale=scale, cause=_blamed(pair, xs, scale))
-    if y.kind is Kind.SAME and x.kind is Kind.PART:
-        return part(scale)
-    axes = {each.axis for each in xs if each.kind is Kind.ROWS}
-    is_known = x.kind in (Kind.SAME, Kind.ROWS) and len(axes) == 1
-    return rows(axes.pop(), scale) if is_known else None
+    return _bilinear(pair, [x, y._replace(scale=1 / y.scale)], None)
 
 
 def _selection(pair: Pair, xs: list[Relation]) -> Relation | None:
@@ -207,14 +210,10 @@ def _selection(pair: Pair, xs: list[Relation]) -> Relation | None:
         return alike(cases) or _scales_differ(cases)
     if predicate.kind is not Kind.ROWS or predicate.scale != 1:
         return None
-    values = [x for x in cases if x.kind is not Kind.ZERO]
-    if not values:
+    if all(x.kind is Kind.ZERO for x in cases):
         return ZERO
-    found = alike(values)
-    is_alike = found is not None and found.axis in (0, predicate.axis)
-    if found is None or not is_alike:
-        return None
-    if found.kind is Kind.ROWS and found.axis != predicate.axis:
+    found = alike(cases)
+    if found is None or (found.kind is Kind.ROWS and found.axis != predicate.axis):
         return None
     return rows(predicate.axis, found.scale)
 
@@ -294,7 +293,7 @@ def _convolution(pair: Pair, xs: list[Relation]) -> Relation | None:
 def _product(pair: Pair, xs: list[Relation], found: Sequence[tuple[str, int]]) -> Relation | None:
     """Returns the relation of a product, given what it does with the rows of its operands."""
     if len(found) == 2 and (found[0] != found[1] or found[0][0] == "free"):
-        return pair.other(Why.ROWS)
+        return pair.other(Why.PAIRS)
     is_known = all(x.kind is Kind.SAME or (x.kind is Kind.ROWS and x.axis >= 0) for x in xs)
     rows_of = None
     if found and is_known:

@@ -2,6 +2,8 @@
 
 from fractions import Fraction
 
+import jax.numpy as jnp
+
 from mirror._src.jaxprs import relation_arithmetic, relation_shapes
 from mirror._src.jaxprs.collective_eqns import (
     ALL_REDUCES,
@@ -14,14 +16,18 @@ from mirror._src.jaxprs.collective_eqns import (
 )
 from mirror._src.jaxprs.equations import inner_programs, jaxpr_of
 from mirror._src.jaxprs.primitives import (
+    ADDITION,
     ELEMENTWISE,
     KEY,
+    LINEAR,
     PASSING,
+    PICKING,
     PRIMITIVES,
     SAMPLER,
     SHAPING,
     op_of,
 )
+from mirror._src.jaxprs.relation_pieces import of_pieces
 from mirror._src.jaxprs.relation_shapes import overwrites
 from mirror._src.jaxprs.relations import (
     EXTREMES,
@@ -32,6 +38,7 @@ from mirror._src.jaxprs.relations import (
     Relation,
     Rule,
     Why,
+    dtype_of,
     guarded,
     of_each_row,
     rows,
@@ -42,11 +49,16 @@ from mirror._src.jaxprs.relations import (
 
 def result(pair: Pair, operands: list[Relation]) -> list[Relation]:
     """Returns the relations of the results of an operation."""
-    name, count = pair.name, len(pair.eqn.outvars)
-    if name in PASSING and count == len(operands):
+    if pair.name in PASSING and len(pair.eqn.outvars) == len(operands):
         return operands
+    return of_pieces(pair, operands, _result)
+
+
+def _result(pair: Pair, operands: list[Relation]) -> list[Relation]:
+    """Returns the relations of the results, of operands that relate in each round of a loop."""
+    name, count = pair.name, len(pair.eqn.outvars)
     if is_collective(pair.eqn):
-        return [_collective(pair, operand) for operand in operands]
+        return [_collective(pair, x) or pair.other(Why.UNKNOWN) for x in operands]
     if name == "axis_index":
         return [Relation(Kind.NUMBER)]
     if is_replica_source(pair.eqn) or name not in PRIMITIVES or name == "call_hi_primitive":
@@ -56,11 +68,13 @@ def result(pair: Pair, operands: list[Relation]) -> list[Relation]:
         return [pair.other(Why.UNKNOWN)] * count
     if name == "select_n" and operands[0].kind is Kind.ZERO:
         return operands[1:2]
+    if name in _PRODUCTS and any(x.kind is Kind.ZERO for x in operands):
+        return [ZERO]
     found = worst(operands)
-    if found is None and any(x.kind is Kind.SPREAD for x in operands):
-        found = pair.other(Why.PART)
     if found is not None:
-        return [found] * count
+        return [_passed_on(pair, found, operands)] * count
+    if any(x.kind is Kind.SPREAD for x in operands):
+        return [pair.other(Why.PART)] * count
     if operands and name in _KEEPS_ZERO and all(x.kind is Kind.ZERO for x in operands):
         return [ZERO] * count
     if all(x.is_equal for x in operands) and _is_same_operation(pair):
@@ -68,6 +82,21 @@ def result(pair: Pair, operands: list[Relation]) -> list[Relation]:
         if all(shape_of(a) == shape_of(b) for a, b in outputs):
             return [SAME] * count
     return [_found(pair, operands) or _failed(pair, operands)] * count
+
+
+def _passed_on(pair: Pair, x: Relation, operands: list[Relation]) -> Relation:
+    """Returns the relation of a function of a value that does not relate."""
+    name, cause = pair.name, x.cause
+    if name in _SORTS:  # a permutation may be without effect
+        return pair.other(Why.UNKNOWN)
+    if cause is None or cause.why is not Why.PAIRS:
+        return x
+    is_linear = name in SHAPING | LINEAR | ADDITION | _PRODUCTS | {"div"}
+    if is_linear and all(each is x or each.kind is Kind.SAME for each in operands):
+        return x
+    if name in _CHOOSES:  # which may be the pairs of a row with itself
+        return pair.other(Why.UNKNOWN)
+    return x._replace(cause=cause._replace(why=Why.ROWS))
 
 
 def _is_same_operation(pair: Pair) -> bool:
@@ -91,50 +120,55 @@ def _found(pair: Pair, operands: list[Relation]) -> Relation | None:
 
 def _failed(pair: Pair, operands: list[Relation]) -> Relation:
     """Returns the relation of a result that no rule knows."""
-    if pair.name in _MIXES_ROWS and any(x.kind is Kind.ROWS for x in operands):
-        return pair.other(Why.ROWS)
-    if pair.name in ELEMENTWISE and pair.name not in _KEEPS_CLASS:
-        kinds = {x.kind for x in operands}
-        if Kind.PART in kinds and not kinds & {Kind.MOST, Kind.LEAST}:
-            return pair.other(Why.PART)
-        scaled = [x for x in operands if x.kind is Kind.SAME and x.scale != 1]
-        if kinds <= {Kind.SAME, Kind.ZERO} and any(x.cause for x in scaled):
-            return Relation(Kind.OTHER, cause=next(x.cause for x in scaled if x.cause))
+    kinds = {x.kind for x in operands}
+    if pair.name not in ELEMENTWISE or kinds & {Kind.MOST, Kind.LEAST}:
+        return pair.other(Why.UNKNOWN)
+    if Kind.PART in kinds:
+        # The digits of an integer are functions of a part, but may be added up again.
+        is_float = jnp.issubdtype(dtype_of(pair.eqn.invars[0]), jnp.inexact)
+        is_known = is_float and pair.name != "is_finite"
+        return pair.other(Why.PART if is_known else Why.UNKNOWN)
+    causes = [x.cause for x in operands if x.kind is Kind.SAME and x.scale != 1 and x.cause]
+    if causes and kinds <= {Kind.SAME, Kind.ZERO} and pair.name not in _LOGARITHMS:
+        return Relation(Kind.OTHER, cause=causes[0])
     return pair.other(Why.UNKNOWN)
 
 
-def _collective(pair: Pair, x: Relation) -> Relation:
+def _collective(pair: Pair, x: Relation) -> Relation | None:
     """Returns the relation of the result of a collective; over one device, it is its operand."""
     name, n = pair.name, pair.num_replicas
     if x.kind in (Kind.ZERO, Kind.OTHER):
         return x
     if not spans_whole_axis(pair.eqn):
-        return pair.other(Why.UNKNOWN)
+        return None
     if name in ALL_REDUCES and x.kind is Kind.ROWS and x.axis in axes_of(pair.eqn):
         kind = Kind.PART if name == "psum" else EXTREMES[op_of(name)]  # as under `jax.vmap`
         x = Relation(kind, x.scale)
-    if name == "all_gather" and pair.eqn.params["tiled"]:
-        axis = pair.eqn.params["all_gather_dimension"]
-        if x.kind is Kind.ROWS and x.axis == axis:
-            return SAME.by(x.scale, pair.cause(Why.SCALE))
-        return pair.other(Why.UNKNOWN)
-    if name == "psum":
-        if x.kind is Kind.SPREAD and x.axis not in axes_of(pair.eqn):
-            return rows(x.axis, x.scale)
-        if x.kind is Kind.PART:
-            return SAME.by(x.scale, pair.cause(Why.SCALE))
-        if x.kind is Kind.SAME:
-            return x.by(Fraction(n), pair.cause(Why.SCALE))
-        return pair.other(Why.EXTREME if x.kind in EXTREMES.values() else Why.UNKNOWN)
-    if name in ("pmax", "pmin"):
-        if x.kind is Kind.SAME:
-            return x
-        if x.kind is EXTREMES[op_of(name)]:
-            return SAME.by(x.scale, pair.cause(Why.SCALE))
-        if x.kind is Kind.PART:
-            return pair.other(Why.PART)
-        return pair.other(Why.EXTREME if x.kind in EXTREMES.values() else Why.UNKNOWN)
-    return pair.other(Why.UNKNOWN)
+    is_extreme = x.kind in EXTREMES.values()
+    match name:
+        case "all_gather" if pair.eqn.params["tiled"]:
+            is_whole = x.kind is Kind.ROWS and x.axis == pair.eqn.params["all_gather_dimension"]
+            return SAME.by(x.scale, pair.cause(Why.SCALE)) if is_whole else None
+        case "reduce_scatter" if pair.eqn.params["tiled"]:
+            axis, factor = pair.eqn.params["scatter_dimension"], n if x.kind is Kind.SAME else 1
+            return rows(axis, x.scale * factor) if x.kind in (Kind.SAME, Kind.PART) else None
+        case "psum":
+            if x.kind is Kind.SPREAD and x.axis not in axes_of(pair.eqn):
+                return rows(x.axis, x.scale)
+            if x.kind is Kind.PART:
+                return SAME.by(x.scale, pair.cause(Why.SCALE))
+            if x.kind is Kind.SAME:
+                return x.by(Fraction(n), pair.cause(Why.SCALE))
+        case "pmax" | "pmin":
+            if x.kind is Kind.SAME:
+                return x
+            if x.kind is EXTREMES[op_of(name)]:
+                return SAME.by(x.scale, pair.cause(Why.SCALE))
+            if x.kind is Kind.PART:
+                return pair.other(Why.PART)
+        case _:
+            return None
+    return pair.other(Why.EXTREME) if is_extreme else None
 
 
 def _keys(pair: Pair, xs: list[Relation]) -> Relation | None:
@@ -153,8 +187,10 @@ _RULES: dict[str, Rule] = {
     **relation_shapes.RULES,
     **dict.fromkeys(_KEYS.split(), guarded(_keys)),
 }
-_MIXES_ROWS = frozenset({"argmax", "argmin", "cumsum", "cumprod", "cummax", "cummin"})
+_PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
+_SORTS = frozenset({"sort", "top_k"})
+_CHOOSES = PICKING | {"mul", "select_n", "slice"}
 _KEEPS_ZERO = SHAPING | {"abs", "add", "add_any", "concatenate", "convert_element_type", "copy"}
 _KEEPS_ZERO |= {"cumsum", "dynamic_slice", "mul", "neg", "reduce_max", "reduce_min", "reduce_or"}
 _KEEPS_ZERO |= {"reduce_sum", "select_n", "sub"}
-_KEEPS_CLASS = frozenset({"is_finite"})
+_LOGARITHMS = frozenset({"log", "log1p", "log2"})  # of which a softmax forgets the factor

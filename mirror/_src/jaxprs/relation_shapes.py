@@ -1,7 +1,7 @@
 """The rules of shapes and indices: where the rows of an array are after an operation."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -96,7 +96,7 @@ def _broadcast(pair: Pair, xs: list[Relation]) -> Relation | None:
         axis = x.axis if x.axis < 0 else int(dims[x.axis])
         axes = pair.scaled_axes()
         if axes != ([axis] if axis >= 0 else []):
-            return pair.other(Why.ROWS)  # the rows of this replica in pairs
+            return pair.other(Why.PAIRS) if x.kind is Kind.ROWS else None
         return x._replace(axis=axis) if not x.columns else None
     axes = pair.scaled_axes()
     if not axes:
@@ -119,56 +119,59 @@ def _reshape(pair: Pair, xs: list[Relation]) -> Relation | None:
         is_same = math.prod(before[:axis]) == math.prod(after[: axes[0]])
         return axes[0] if is_same else None
 
-    return moved(x, to) if not pair.eqn.params["dimensions"] else None
-
-
-def _transpose(pair: Pair, xs: list[Relation]) -> Relation | None:
-    return moved(xs[0], list(pair.eqn.params["permutation"]).index)
-
-
-def _squeeze(pair: Pair, xs: list[Relation]) -> Relation | None:
-    return _removed(xs[0], pair.eqn.params["dimensions"])
-
-
-def _unstack(pair: Pair, xs: list[Relation]) -> Relation | None:
-    return _removed(xs[0], (pair.eqn.params["axis"],))
-
-
-def _removed(x: Relation, axes: Sequence[int]) -> Relation | None:
-    """Returns the relation of an array without some axes."""
-    return moved(x, lambda axis: None if axis in axes else axis - sum(a < axis for a in axes))
-
-
-def _reverse(pair: Pair, xs: list[Relation]) -> Relation | None:
-    return _mixed(xs[0], pair.eqn.params["dimensions"])
-
-
-def _split(pair: Pair, xs: list[Relation]) -> Relation | None:
-    return _mixed(xs[0], (pair.eqn.params["axis"],))
-
-
-def _mixed(x: Relation, axes: Sequence[int]) -> Relation | None:
-    """Returns the relation of an array whose entries are chosen or permuted along some axes."""
-    return moved(x, lambda axis: None if axis in axes else axis)
+    if pair.eqn.params["dimensions"]:
+        return None
+    return moved(x, to) or _in_pieces(pair, x)
 
 
 def _slice(pair: Pair, xs: list[Relation]) -> Relation | None:
     (x,) = xs
     if x.kind is not Kind.ROWS or x.axis < 0:
         return x if pair.has_equal_params() and x.kind is not Kind.INDEX else None
-    for eqn in (pair.eqn, pair.whole):
-        start, stop = eqn.params["start_indices"], eqn.params["limit_indices"]
-        strides = eqn.params["strides"] or [1] * len(start)
-        full = (0, shape_of(eqn.invars[0])[x.axis], 1)
-        if (start[x.axis], stop[x.axis], strides[x.axis]) != full:
-            return pair.other(Why.ROWS)
-    others = [i for i in range(len(start)) if i != x.axis]
     a, b = pair.eqn.params, pair.whole.params
+    sizes = [shape_of(eqn.invars[0])[x.axis] for eqn in (pair.eqn, pair.whole)]
+    stops = [each["limit_indices"][x.axis] for each in (a, b)]
+    has_steps = any(each["strides"] and each["strides"][x.axis] != 1 for each in (a, b))
+    if stops != sizes or has_steps or a["start_indices"][x.axis] or b["start_indices"][x.axis]:
+        # A share of the rows may be one of several shares.
+        return _some_rows(pair) if stops[0] == stops[1] else None
+    others = [i for i in range(len(a["start_indices"])) if i != x.axis]
     names = ("start_indices", "limit_indices", "strides")
     is_equal = all(
         a[name] == b[name] or all(a[name][i] == b[name][i] for i in others) for name in names
     )
     return x if is_equal else None
+
+
+def _in_pieces(pair: Pair, x: Relation) -> Relation | None:
+    """Returns the relation of rows that are reshaped to pieces of the batch."""
+    before, after = shape_of(pair.eqn.invars[0]), shape_of(pair.eqn.outvars[0])
+    axes = pair.scaled_axes()
+    if x.kind is not Kind.ROWS or x.axis < 0 or len(axes) != 1 or not axes[0] or 0 in before:
+        return None
+    axis = axes[0]
+    is_split = math.prod(before[: x.axis]) == math.prod(after[: axis - 1])
+    is_whole = before[x.axis] == after[axis - 1] * after[axis]
+    return x._replace(axis=axis, pieces=axis - 1) if is_split and is_whole else None
+
+
+def axis_after(pair: Pair, axis: int) -> int | None:
+    """Returns where an axis is after an operation of `MOVES`; `None` if it is mixed or removed."""
+    params = pair.eqn.params
+    if pair.name == "transpose":
+        return list(params["permutation"]).index(axis)
+    if pair.name == "tile":
+        return axis if params["reps"][axis] == 1 else None
+    axes = next(params[each] for each in ("axes", "dimensions", "axis") if each in params)
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    if axis in axes:
+        return None
+    is_kept = pair.name in ("rev", "split")
+    return axis if is_kept else axis - sum(each < axis for each in axes)
+
+
+def _moved(pair: Pair, xs: list[Relation]) -> Relation | None:
+    return moved(xs[0], lambda axis: axis_after(pair, axis))
 
 
 def _stack(pair: Pair, xs: list[Relation]) -> Relation | None:
@@ -223,6 +226,12 @@ def _iota(pair: Pair, _: list[Relation]) -> Relation | None:
     return rows(axis) if axis != dimension else Relation(Kind.INDEX, Fraction(size), axis)
 
 
+def _some_rows(pair: Pair) -> Relation | None:
+    """Returns the relation of selected rows. Together, the rounds of a loop may read all rows."""
+    is_in_loop = any(eqn.primitive.name in ("scan", "while") for eqn in pair.within)
+    return None if is_in_loop else pair.other(Why.ROWS)
+
+
 def _dynamic_slice(pair: Pair, xs: list[Relation]) -> Relation | None:
     x, *starts = xs
     if not all(start.is_equal for start in starts):
@@ -230,7 +239,7 @@ def _dynamic_slice(pair: Pair, xs: list[Relation]) -> Relation | None:
     if x.kind is not Kind.ROWS or x.axis < 0:
         return _kept(x) if pair.has_equal_params() or x.axis < 0 else None
     if not pair.is_full(x.axis, "slice_sizes"):
-        return pair.other(Why.ROWS)
+        return _some_rows(pair)
     return x if pair.has_equal_params("slice_sizes") else None
 
 
@@ -260,7 +269,7 @@ def _gather(pair: Pair, xs: list[Relation]) -> Relation | None:
         if not is_own:
             return _kept(x) if pair.has_equal_params() else None
         if x.axis in numbers.start_index_map or x.axis not in window:
-            return pair.other(Why.ROWS)
+            return _some_rows(pair)
         is_full = pair.is_full(x.axis, "slice_sizes")
         return x._replace(axis=numbers.offset_dims[window.index(x.axis)]) if is_full else None
     if not pair.has_equal_params() or not 0 <= index.axis < last:
@@ -340,7 +349,9 @@ def overwrites(pair: Pair) -> bool:
 
 
 _LAST_TWO = ("cholesky", "lu", "qr", "triangular_solve", "eigh", "svd")
+MOVES = frozenset({"rev", "split", "squeeze", "tile", "transpose", "unstack"})
 RULES: dict[str, Rule] = {
+    **dict.fromkeys(MOVES, guarded(_moved)),
     **dict.fromkeys(SCATTER, guarded(_scatter, "update_jaxpr")),
     **dict.fromkeys(("cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
     **dict.fromkeys(("reduce_window_sum", "reduce_window_max"), guarded(_window)),
@@ -352,13 +363,8 @@ RULES: dict[str, Rule] = {
     "select_and_scatter_add": guarded(_pooled),
     "broadcast_in_dim": guarded(_broadcast, "shape", "sharding"),
     "reshape": guarded(_reshape, "new_sizes", "sharding"),
-    "transpose": guarded(_transpose),
-    "squeeze": guarded(_squeeze),
-    "rev": guarded(_reverse),
     "slice": _slice,
-    "split": guarded(_split),
     "stack": guarded(_stack),
-    "unstack": guarded(_unstack),
     "concatenate": guarded(_joined),
     "pad": guarded(_pad),
     "iota": guarded(_iota, "shape", "sharding"),

@@ -12,8 +12,8 @@ from jax.extend.core import JaxprEqn
 
 from mirror._src.jaxprs.user_lines import line_within
 
-_ROUNDING = 1e-5
-_MOST_POWERS = 3
+UNIFORM = -1_000_000
+_LARGEST_DENOMINATOR = 10_000
 
 
 class Kind(enum.Enum):
@@ -28,6 +28,7 @@ class Kind(enum.Enum):
     LEAST = "least"  # the smallest v is scale * w, and scale > 0
     INDEX = "index"  # as ROWS, if replica r adds r * scale to the `columns` of the last axis
     NUMBER = "number"  # v is r * scale on replica r, and w is 0
+    TOTAL = "total"  # v is a carry of a loop that adds parts of this scale, and nothing else
     OTHER = "other"  # not known to relate; see `cause`
 
 
@@ -41,9 +42,10 @@ class Why(enum.IntEnum):
     SAMPLES = 1  # random numbers that depend on the number of replicas
     SCALE = 2  # values of different scales meet
     PART = 3  # a function of this replica's part of the batch that is not linear
-    ROWS = 4  # a row of the batch meets other rows of the same replica
-    EXTREME = 5  # an extreme that is reduced in another way
-    UNKNOWN = 6  # not understood
+    PAIRS = 4  # a linear function of products of pairs of rows of the same replica
+    ROWS = 5  # a row of the batch meets other rows of the same replica
+    EXTREME = 6  # an extreme that is reduced in another way
+    UNKNOWN = 7  # not understood
 
 
 class Cause(NamedTuple):
@@ -61,13 +63,17 @@ class Relation(NamedTuple):
         kind: What is known.
         scale: A factor.
         axis: The axis of the rows. Negative for one row, inside a loop over the rows.
-        columns: Columns of indices that count the rows of one replica.
+        pieces: The axis of the pieces of a batch, of which not each, but all together relate to the
+            pieces of one device. Negative for a piece, inside a loop over the pieces: a value that
+            is `SAME` differs between its rounds. `UNIFORM` if all rows are equal in all rounds.
+        columns: Columns of indices that count the rows of one replica; the position of a `TOTAL`.
         cause: Where the factor, or the other relation, comes from.
     """
 
     kind: Kind
     scale: Fraction = Fraction(1)
     axis: int = 0
+    pieces: int | None = None
     columns: frozenset[int] = frozenset()
     cause: Cause | None = None
 
@@ -75,6 +81,28 @@ class Relation(NamedTuple):
     def is_equal(self) -> bool:
         """Whether the replicas have the value of one device."""
         return self.kind is Kind.ZERO or (self.kind is Kind.SAME and self.scale == 1)
+
+    @property
+    def is_in_pieces(self) -> bool:
+        """Whether only all pieces together relate to one device."""
+        is_varying = self.kind in (Kind.SAME, Kind.ZERO)
+        return self.kind is Kind.TOTAL or not (is_varying or self.pieces in (None, UNIFORM))
+
+    def is_total(self, carry: int) -> bool:
+        """Whether it is a total that started as the carry at a position."""
+        return self.kind is Kind.TOTAL and carry in self.columns
+
+    @property
+    def is_varying(self) -> bool:
+        """Whether replicas have a value of one device that differs between rounds of a loop."""
+        return self.kind is Kind.SAME and self.pieces is not None
+
+    @property
+    def is_different(self) -> bool:
+        """Whether the replicas have another value than one device, unless terms cancel."""
+        if self.kind is Kind.OTHER:
+            return self.cause is None or self.cause.why is not Why.UNKNOWN
+        return self.kind is Kind.SAME and self.scale != 1
 
     def by(self, factor: Fraction, cause: Cause | None = None) -> "Relation":
         """Returns the relation of a multiple; `cause` is blamed for a new factor."""
@@ -110,17 +138,27 @@ def worst(relations: Iterable[Relation]) -> Relation | None:
     return max(others, key=lambda x: x.cause.why if x.cause else 0) if others else None
 
 
+def outermost(pieces: Iterable[int | None]) -> int | None:
+    """Returns the outermost of loops over pieces, by their negative axes."""
+    return max((each for each in pieces if each is not None), default=None)
+
+
 def common(relations: Sequence[Relation], num_replicas: int) -> Relation | None:
     """Returns the relation that holds for all of several values, and for their sum, if any."""
     values = [x for x in relations if x.kind is not Kind.ZERO]
     if not values:
         return ZERO
-    if any(x.kind is Kind.PART for x in values):
+    kinds = {x.kind for x in values}
+    if Kind.PART in kinds:
         # What all replicas have is a part of n times its value.
         values = [
             part(num_replicas * x.scale) if x.kind is Kind.SAME else x._replace(cause=None)
             for x in values
         ]
+    if kinds <= {Kind.PART, Kind.SAME}:  # what holds for each piece holds for all together
+        pieces = {x.pieces for x in values if x.pieces is not None}
+        if len(pieces) == 1 or kinds == {Kind.SAME}:
+            values = [x._replace(pieces=outermost(pieces)) for x in values]
     first = values[0]
     if any(x._replace(cause=first.cause) != first for x in values):
         return None
@@ -134,10 +172,14 @@ def alike(xs: Sequence[Relation]) -> Relation | None:
         return None
     if len({x.scale for x in values}) > 1:
         return None
-    axes = {x.axis for x in values if x.kind is Kind.ROWS}
-    if len(axes) > 1:
+    along = [x for x in values if x.kind is Kind.ROWS]
+    if not along:
+        return values[0]._replace(pieces=outermost(x.pieces for x in values))
+    axes, pieces = {x.axis for x in along}, {x.pieces for x in along}
+    pieces = pieces - {UNIFORM} or pieces
+    if len(axes) > 1 or len(pieces) > 1:
         return None
-    return rows(axes.pop(), values[0].scale) if axes else values[0]
+    return along[0]._replace(pieces=pieces.pop(), cause=None)
 
 
 def of_each_row(xs: Sequence[Relation]) -> Relation | None:
@@ -167,12 +209,14 @@ class Pair(NamedTuple):
         whole: The operation of one device.
         num_replicas: Number of replicas.
         within: The operations around `eqn`.
+        rounds: The outermost loop over pieces around `eqn`, as a negative axis; 0 without one.
     """
 
     eqn: JaxprEqn
     whole: JaxprEqn
     num_replicas: int
     within: Sequence[JaxprEqn]
+    rounds: int = 0
 
     @property
     def name(self) -> str:
@@ -253,7 +297,7 @@ def of_constants(value: Any, whole: Any, num_replicas: int) -> Relation:
     if a.shape == b.shape:
         if a.tobytes() == b.tobytes():
             return SAME if a.any() else ZERO
-        return unknown if a.ndim else _of_numbers(a, b, num_replicas) or unknown
+        return unknown if a.ndim else _of_numbers(a, b) or unknown
     axes = [i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=False)) if m != n]
     if a.ndim != b.ndim or len(axes) != 1 or b.shape[axes[0]] != num_replicas * a.shape[axes[0]]:
         return unknown
@@ -261,17 +305,18 @@ def of_constants(value: Any, whole: Any, num_replicas: int) -> Relation:
     return rows(axes[0]) if all(np.array_equal(block, a) for block in blocks) else unknown
 
 
-def _of_numbers(a: np.ndarray, b: np.ndarray, num_replicas: int) -> Relation | None:
-    """Returns the relation of numbers whose ratio is a power of the number of replicas."""
+def _of_numbers(a: np.ndarray, b: np.ndarray) -> Relation | None:
+    """Returns the relation of two numbers, whose ratio is the ratio of natural numbers."""
     if not jnp.issubdtype(a.dtype, jnp.number) or np.iscomplexobj(a) or not (a and b):
         return None
     ratio = float(a) / float(b)
-    for power in range(-_MOST_POWERS, _MOST_POWERS + 1):
-        factor = Fraction(num_replicas) ** power
-        exact = jnp.issubdtype(a.dtype, jnp.integer)
-        if abs(ratio / float(factor) - 1) <= (0 if exact else _ROUNDING):
-            return Relation(Kind.SAME, factor)
-    return None
+    if not np.isfinite(ratio) or ratio < 0:
+        return None
+    if jnp.issubdtype(a.dtype, jnp.integer):
+        return SAME._replace(scale=Fraction(int(a), int(b)))
+    factor = Fraction(ratio).limit_denominator(_LARGEST_DENOMINATOR)
+    rounding = 4 * float(jnp.finfo(a.dtype).eps)
+    return SAME._replace(scale=factor) if abs(ratio - factor) <= rounding * abs(ratio) else None
 
 
 def _are_equal(a: Any, b: Any) -> bool:
