@@ -20,6 +20,7 @@ HOSTS = {
     "docs.pytorch.org",
     "docs.python.org",
     "docs.ray.io",
+    "filesystem-spec.readthedocs.io",  # fsspec
     "flax.readthedocs.io",
     "google-grain.readthedocs.io",
     "huggingface.co",

@@ -24,6 +24,7 @@ class HostBatch(NamedTuple):
         leaves: JAX or NumPy arrays of shape `(size, ...)`.
         treedef: Structure of the tree.
         size: Number of examples.
+        state: State of the source after this batch, or None.
     """
 
     number: int
@@ -31,6 +32,7 @@ class HostBatch(NamedTuple):
     leaves: tuple[Any, ...]
     treedef: Any
     size: int
+    state: dict[str, Any] | None = None
 
     def map(self, fn: Callable[[Any], Any]) -> PyTree:
         """Returns the tree with `fn` applied to each leaf."""
@@ -52,12 +54,17 @@ class HostBatch(NamedTuple):
         return self._replace(leaves=leaves, size=self.size - count)
 
 
-def host_batches(batches: Iterator[PyTree], advice: str) -> Iterator[HostBatch]:
+def host_batches(
+    batches: Iterator[PyTree],
+    advice: str,
+    state: Callable[[], dict[str, Any] | None] = lambda: None,
+) -> Iterator[HostBatch]:
     """Yields the batches of one pass after validating them.
 
     Args:
         batches: The batches of the source.
         advice: The line of code that makes batches of the source, for messages.
+        state: Returns the state of the source.
 
     Raises:
         ValueError: If a batch has no arrays, contains scalars, has leaves of different leading
@@ -67,7 +74,7 @@ def host_batches(batches: Iterator[PyTree], advice: str) -> Iterator[HostBatch]:
     """
     first: HostBatch | None = None
     for number, tree in enumerate(batches):
-        batch = host_batch("batch", tree, advice, number)
+        batch = host_batch("batch", tree, advice, number)._replace(state=state())
         first = first or batch
         require_integers_fit(batch)
         _require_same_structure(first, batch)

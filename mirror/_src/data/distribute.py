@@ -30,6 +30,7 @@ from mirror._src.data.source import (
     require_known_shapes,
     shape_on_devices,
 )
+from mirror._src.data.states import StatefulPass
 from mirror._src.devices.narrowing import require_fits
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.per_replica import UNEQUAL_SHAPES, on_local_replicas
@@ -111,6 +112,7 @@ class DistributedDataset(DistributedDatasetBase[B]):
         multiple: int = 1,
         group: int = 1,
         skip: int = 0,
+        state: dict[str, Any] | None = None,
         inspect: Inspect | None = None,
     ) -> PaddedDataset:
         """Returns the same batches with a mask and with one shape, as a training loop needs them.
@@ -124,6 +126,8 @@ class DistributedDataset(DistributedDatasetBase[B]):
                 no axis. A short last group is filled with masked batches.
             skip: Number of examples of the first pass to skip. Whole batches are read and dropped,
                 and one batch may be cut. Shapes do not change.
+            state: State of the source, of a `PaddedBatch`, at which the first pass begins instead
+                of reading what it skips, if the source can restore it.
             inspect: Called with the number and the tree of each batch before it is distributed, in
                 the prefetch thread. Its exceptions are raised in the loop, at that batch.
 
@@ -138,9 +142,9 @@ class DistributedDataset(DistributedDatasetBase[B]):
         plan = Plan(self._remainder, multiple, skip, True, inspect, group)
         # A new one, whose passes are counted from 0 in every process.
         reader = _reader(self._replicas, is_local=self._input.is_local)
-        return PaddedDataset(self._source, reader, self._prefetch, plan)
+        return PaddedDataset(self._source, reader, self._prefetch, plan, state)
 
-    def _distributed(self, reading: Pass) -> Generator[Any, None, None]:
+    def _distributed(self, reading: Pass, source: StatefulPass) -> Generator[Any, None, None]:  # noqa: ARG002
         batches = host_batches(reading.batches, self._source.advice)
         with contextlib.closing(reading.steps(batches, Plan(self._remainder))) as steps:
             for step in steps:
@@ -179,7 +183,7 @@ class PerReplicaDataset(DistributedDatasetBase[B]):
                 "a list, a generator, a DataLoader or a dataset that yields per-replica batches."
             )
 
-    def _distributed(self, reading: Pass) -> Generator[PyTree, None, None]:
+    def _distributed(self, reading: Pass, source: StatefulPass) -> Generator[PyTree, None, None]:  # noqa: ARG002
         num = len(self._replicas.local_ids)
         with contextlib.closing(reading.groups(num, self._joined, _form)) as groups:
             for group in groups:

@@ -21,6 +21,7 @@ from mirror._src.data.source import (
     require_known_shapes,
     shape_on_devices,
 )
+from mirror._src.data.states import StatefulPass
 from mirror._src.engine.per_replica import PerReplica
 
 
@@ -35,6 +36,7 @@ class PaddedBatch(NamedTuple):
         num_examples: Number of examples in these batches.
         first: Index in the group of the first of these batches.
         sizes: Number of examples of each batch of the group.
+        states: State of the source after each batch of the group.
     """
 
     batch: PyTree
@@ -43,6 +45,12 @@ class PaddedBatch(NamedTuple):
     num_examples: int
     first: int = 0
     sizes: tuple[int, ...] = ()
+    states: tuple[dict[str, Any] | None, ...] = ()
+
+    @property
+    def state(self) -> dict[str, Any] | None:
+        """The state of the source after these batches, or None."""
+        return self.states[self.first + self.num_batches - 1]
 
     def split(self, count: int) -> tuple["PaddedBatch", "PaddedBatch"]:
         """Returns one launch with the first `count` batches and one with the others.
@@ -67,8 +75,10 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
         reader: Input,
         prefetch: int,
         plan: Plan,
+        state: dict[str, Any] | None,
     ) -> None:
         super().__init__(source, reader, prefetch)
+        self._state = None if reader.is_local else state
         require_int("multiple", plan.multiple)
         require_int("group", plan.group)
         require_int("skip", plan.skip, 0)
@@ -94,17 +104,23 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
             return None
         return min(data.batch_size, data.num_examples - (len(data) - 1) * data.batch_size)
 
-    def _distributed(self, reading: Pass) -> Generator[PaddedBatch, None, None]:
+    def _distributed(
+        self, reading: Pass, source: StatefulPass
+    ) -> Generator[PaddedBatch, None, None]:
         # Not in the generator, which the prefetch thread runs: a second `iter` must not skip.
         plan, self._plan = self._plan, self._plan._replace(skip=0)
-        batches = host_batches(reading.batches, self._source.advice)
+        plan = plan._replace(skip=0) if source.is_restored else plan
+        state = (lambda: None) if self._input.is_local else source.state
+        batches = host_batches(reading.batches, self._source.advice, state)
         return self._launches(reading.steps(batches, plan))
 
     def _launches(self, batches: Generator[InputBatch]) -> Generator[PaddedBatch, None, None]:
         with contextlib.closing(batches):
             while group := list(self._group_of(batches)):
                 sizes = tuple(batch.num_examples for batch in group)
-                yield PaddedBatch(*self._placed(group), len(group), sum(sizes), sizes=sizes)
+                states = tuple(batch.batch.state for batch in group)
+                placed = self._placed(group)
+                yield PaddedBatch(*placed, len(group), sum(sizes), sizes=sizes, states=states)
 
     def _group_of(self, batches: Iterator[InputBatch]) -> Iterator[InputBatch]:
         """Yields the next group; a source may overwrite a batch once the next one is read."""

@@ -2,7 +2,7 @@
 
 import abc
 import itertools
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any, Generic, TypeVar, final
 
 import jax
@@ -14,6 +14,7 @@ from mirror._src.data.arrays import ArrayDataset
 from mirror._src.data.foreign import advice, copied
 from mirror._src.data.input import Input, Pass
 from mirror._src.data.prefetch import PrefetchIterator
+from mirror._src.data.states import StatefulPass
 from mirror._src.engine.per_replica import PerReplica, per_replica
 
 
@@ -57,19 +58,22 @@ class Source:
         """Description of the order of the next pass, or "" if it is unknown."""
         return self._dataset.order if isinstance(self._dataset, ArrayDataset) else ""
 
-    def start(self) -> Iterator[PyTree]:
+    def start(self, state: dict[str, Any] | None) -> StatefulPass:
         """Starts a pass, in the calling thread and before any later `set_epoch`.
+
+        Args:
+            state: Where to begin, if the dataset can restore it.
 
         Raises:
             ValueError: If the dataset is an exhausted iterator.
         """
         self._require_batches_left()
-        batches = iter(self._dataset)
-        if batches is not self._dataset:
-            return batches
-        self._is_exhausted = True
-        peeked, self._peeked = self._peeked, []
-        return itertools.chain(peeked, batches)
+        started = StatefulPass(self._dataset, state)
+        if started.batches is self._dataset:
+            self._is_exhausted = True
+            peeked, self._peeked = self._peeked, []
+            started.put_before(peeked)
+        return started
 
     def peek(self, count: int = 1) -> list[PyTree]:
         """Returns up to `count` first batches of the next pass, without consuming them."""
@@ -109,6 +113,7 @@ class DistributedDatasetBase(abc.ABC, Generic[B]):
         self._input = reader
         self._prefetch = prefetch
         self._spec: Any = None
+        self._state: dict[str, Any] | None = None
 
     @final
     def _on_replicas(self, leaf: Any) -> PerReplica:
@@ -122,8 +127,8 @@ class DistributedDatasetBase(abc.ABC, Generic[B]):
         return per_replica(self._input.place(rows))
 
     @abc.abstractmethod
-    def _distributed(self, reading: Pass) -> Generator[B, None, None]:
-        """Yields the items of one pass."""
+    def _distributed(self, reading: Pass, source: StatefulPass) -> Generator[B, None, None]:
+        """Yields the items of one pass over the source."""
 
     @abc.abstractmethod
     def _shapes(self) -> Any:
@@ -132,8 +137,10 @@ class DistributedDatasetBase(abc.ABC, Generic[B]):
     @final
     def __iter__(self) -> PrefetchIterator[B] | Generator[B, None, None]:
         order = self._source.order
-        reading = self._input.start(self._source.start(), order)
-        items = self._distributed(reading)
+        state, self._state = self._state, None  # of the first pass
+        source = self._source.start(state)
+        reading = self._input.start(source.batches, order)
+        items = self._distributed(reading, source)
         if not self._prefetch:
             return items
         return PrefetchIterator(items, self._prefetch, reading.cancel)

@@ -341,7 +341,7 @@ class FitLoop:
     def _after_step(self, batch: PaddedBatch, sums: Sums) -> None:
         """Counts a launch, and calls `on_step` of the callbacks."""
         self.metrics = tuple(in_order(sums.totals))
-        self.position.advance(batch.num_batches, batch.num_examples, sums)
+        self.position.advance(batch.num_batches, batch.num_examples, sums, batch.state)
         if self._keeps_batches is None:  # to find NaN in them; large ones would need memory
             self._keeps_batches = bytes_of(batch) <= _MOST_KEPT_BYTES
         if self._keeps_batches:

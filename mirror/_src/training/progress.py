@@ -183,6 +183,7 @@ class Position:
         history: Metrics of the completed epochs.
         callbacks: States of the callbacks, by name.
         bits: With `replicas=`, what else decides the bits of the weights; see `bits_of`.
+        loader: State of the data loader after these examples, or None if it has none.
     """
 
     def __init__(self) -> None:
@@ -194,12 +195,16 @@ class Position:
         """Starts a new training of the same model."""
         self.epoch = self.passes = epoch
         self.epoch_step = self.samples = 0
+        self.loader: dict[str, Any] | None = None
         self.meter, self.history = MetricAccumulator(), History()
         self.callbacks: dict[str, Any] = {}
 
-    def advance(self, num_steps: int, num_examples: int, sums: Sums) -> None:
-        """Counts a launch."""
-        before = {name: getattr(self, name) for name in _COUNTS}
+    def advance(
+        self, num_steps: int, num_examples: int, sums: Sums, loader: dict[str, Any] | None = None
+    ) -> None:
+        """Counts a launch, after which the data loader has a state."""
+        before = {name: getattr(self, name) for name in (*_COUNTS, "loader")}
+        self.loader = loader
         self.step += num_steps
         self.epoch_step += num_steps
         self.samples += num_examples
@@ -220,6 +225,7 @@ class Position:
         """Counts a pass over the data as complete."""
         self.passes += 1
         self.samples = 0
+        self.loader = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the position as JSON."""
@@ -229,6 +235,7 @@ class Position:
             "history": self.history.to_dict(),
             "callbacks": self.callbacks,
             "bits": self.bits,
+            "loader": self.loader,
         }
 
     @classmethod
@@ -238,7 +245,7 @@ class Position:
         Raises:
             ValueError: If it is not the result of `to_dict`.
         """
-        position = cls()
+        position, state = cls(), {"loader": None, **state}
         for name in _COUNTS:
             count = state.get(name)
             if type(count) is not int or not 0 <= count < _MOST_COUNT:
@@ -290,11 +297,16 @@ def _callbacks(states: dict[str, Any]) -> dict[str, Any]:
     return dict(states)
 
 
+def _loader(state: dict[str, Any] | None) -> dict[str, Any] | None:
+    return None if state is None else {"type": str(state["type"]), "state": state["state"]}
+
+
 _PARTS = {
     "meter": MetricAccumulator.from_dict,
     "history": History.from_dict,
     "callbacks": _callbacks,
     "bits": _strings,
+    "loader": _loader,
 }
 
 

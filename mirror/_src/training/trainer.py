@@ -378,7 +378,7 @@ class Trainer(Generic[M]):
         if initial_epoch is None:
             self._require_no_lost_values()
         position = starting_position(self._position, self._resumes, epochs, initial_epoch)
-        if position.samples:
+        if position.samples and position.loader is None:
             warn_of_random_order(data)
         training, held_out = fit_data(
             data,
@@ -393,6 +393,7 @@ class Trainer(Generic[M]):
             multiple=self._runner.multiple,
             group=self.steps_per_execution,
             skip=position.samples,
+            state=position.loader,
             inspect=self._objective.inspect,
         )
         callbacks = require_callbacks(callbacks)
