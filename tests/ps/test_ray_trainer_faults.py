@@ -41,6 +41,7 @@ def undisturbed():
         ({"precision": "float16"}, "loss_scale"),
         ({"loss_scale": mirror.LossScale()}, "loss_scale"),
         ({"stall_secs": 5}, "stall_secs=5"),
+        ({"micro_batch": 4}, "micro_batch=4"),
     ],
 )
 def test_options_that_need_one_process_are_rejected(strategy, options, part):

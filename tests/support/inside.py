@@ -752,3 +752,10 @@ def lowered_text(trainer: mirror.Trainer[Any]) -> str:
 def traced(strategy: mirror.Strategy, step: Callable[..., Any], args: Any) -> Any:
     """The trace of a step: reports describe it, and the passes rewrite it."""
     return strategy._runner.traced(step, args, {})[1]
+
+
+def memory_of_step(trainer: mirror.Trainer[Any], data: Any) -> int:
+    """Returns the estimated bytes per device of a step, which only reports for users show."""
+    source = trainer.strategy.distribute_dataset([data], remainder="pad", prefetch=0)
+    runner = trainer._runner
+    return runner.memory(next(iter(source.padded(multiple=runner.multiple)))).peak_bytes

@@ -45,11 +45,12 @@ class RowCheck:
     Args:
         strategy: Strategy that runs the steps.
         num_pieces: Number of pieces into which a training step splits a replica's batch.
+        option: The option of the trainer that is why, for messages.
     """
 
-    def __init__(self, strategy: Strategy, num_pieces: int) -> None:
+    def __init__(self, strategy: Strategy, num_pieces: int, option: str) -> None:
         self._strategy = strategy
-        self._num_pieces = num_pieces
+        self._num_pieces, self._option = num_pieces, option
         self._separate: set[Any] = set()
         self._known: list[tuple[Any, Mixing]] = []
         self._warned: set[str] = set()
@@ -70,17 +71,17 @@ class RowCheck:
         if others:
             raise ValueError(
                 f"{_name(step)} looks across the examples of a batch at {_lines(others)}, but "
-                f"accumulate_steps={self._num_pieces} splits the batch of a replica into pieces, "
-                "each of which would be a batch of its own. Omit accumulate_steps, and save memory "
-                "with nnx.remat or a smaller batch."
+                f"{self._option} splits the batch of a replica into pieces, each of which would be "
+                f"a batch of its own. Omit {self._option.partition('=')[0]}, and save memory with "
+                "nnx.remat or a smaller batch."
             )
         self._separate.add(key)
         if mixing.mixed:
             self._warn(
                 "pieces",
                 f"The batch normalization at {_lines(mixing.mixed)} uses the statistics of one of "
-                f"accumulate_steps={self._num_pieces} pieces, not of the batch of a replica. For "
-                "results that do not depend on the pieces, omit accumulate_steps or use "
+                f"{counted(self._num_pieces, 'piece')}, not of the batch of a replica. For results "
+                f"that do not depend on the pieces, omit {self._option.partition('=')[0]} or use "
                 "nnx.LayerNorm or nnx.GroupNorm.",
             )
 

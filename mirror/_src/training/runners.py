@@ -12,6 +12,8 @@ from mirror._src.base.types import PyTree
 from mirror._src.data.padded import PaddedBatch
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 from mirror._src.engine.scopes import require_cross_replica
+from mirror._src.inspection.memory import memory_report
+from mirror._src.inspection.memory_report import MemoryReport
 from mirror._src.inspection.verify import VerifyReport, verify
 from mirror._src.jaxprs.equations import equations
 from mirror._src.strategy.strategy import Strategy
@@ -161,6 +163,12 @@ class LocalSteps:
         numbers = np.int32(batch.first), np.int32(batch.num_batches)
         return self._group_step, (*arguments, *numbers, *scales)
 
+    def memory(self, batch: PaddedBatch) -> MemoryReport:
+        """Returns the memory of a step, which it compiles."""
+        step, arguments = self._call(batch)
+        runner = self._strategy._runner
+        return memory_report(runner.examined(step, arguments, {}), runner.replicas)
+
     def synchronize(self) -> None:
         """See `StepRunner.synchronize`."""
 
@@ -245,6 +253,7 @@ def require_local_options(
     loss_scale: object,
     stall_secs: float | None,
     require_equal: bool,
+    micro_batch: object,
 ) -> None:
     """Rejects what a trainer cannot do if its steps run in other processes.
 
@@ -267,6 +276,10 @@ def require_local_options(
         "require_equal=True": (
             require_equal,
             "Servers join what the workers compute, which is not traced. Use trainer.verify.",
+        ),
+        f"micro_batch={micro_batch!r}": (
+            micro_batch is not None,
+            "Workers compute parts of a batch. Pass accumulate_steps.",
         ),
     }
     for option, (is_set, fix) in fixes.items():

@@ -21,6 +21,7 @@ from mirror._src.base.unknown_names import unknown_attribute
 from mirror._src.cluster.store import barrier
 from mirror._src.data.distribute import DistributedDataset
 from mirror._src.data.padded import PaddedBatch
+from mirror._src.inspection.memory_report import MemoryReport
 from mirror._src.inspection.verify import VerifyReport
 from mirror._src.inspection.watch import watch
 from mirror._src.passes.callbacks import in_callback
@@ -47,6 +48,7 @@ from mirror._src.training.loop import FitLoop
 from mirror._src.training.loss_scale import SCALE, LossScale, LossScaleArgument, loss_scale_of
 from mirror._src.training.losses import LossName, Metrics
 from mirror._src.training.metric_totals import MetricTotals
+from mirror._src.training.micro_batch import MicroBatch, MicroBatchArgument
 from mirror._src.training.mistakes import (
     advice_for_model,
     explains_arguments,
@@ -135,6 +137,12 @@ class Trainer(Generic[M]):
         accumulate_steps: Number of pieces into which each replica splits its batch to save memory.
             Every batch still takes one collective and one update. A loss that looks across examples
             is an error; batch normalization uses the statistics of a piece, with a warning.
+        micro_batch: Number of examples that a replica computes at a time, instead of
+            `accumulate_steps`. Or `"auto"`: the largest number with which the estimated memory of
+            the first batch fits on the devices. `fit` compiles the step for a few numbers, and
+            `trainer.accumulate_steps` is the number of pieces that it has chosen.
+        memory_limit: Bytes of each device that a step may use, for `micro_batch="auto"`. Defaults
+            to nine tenths of the memory that JAX may allocate; required on CPUs.
         steps_per_execution: Number of batches per launch, to reduce the overhead on the host.
         sample_weight: Key of the batch, or function of it, for weights of shape `(B,)` by which the
             losses are multiplied. As in Keras, weights do not change the divisor, which remains the
@@ -195,6 +203,8 @@ class Trainer(Generic[M]):
         strategy: Strategy | RemoteStrategy | None = None,
         wrt: Any = None,
         accumulate_steps: int = 1,
+        micro_batch: MicroBatchArgument = None,
+        memory_limit: int | None = None,
         steps_per_execution: int = 1,
         sample_weight: PartOfBatch | None = None,
         labels: PartOfBatch | None = None,
@@ -222,7 +232,11 @@ class Trainer(Generic[M]):
         local = local_strategy(self.strategy)
         require_int("accumulate_steps", accumulate_steps)
         require_int("steps_per_execution", steps_per_execution)
-        self.accumulate_steps = int(accumulate_steps)
+        self._micro_batch: MicroBatch | None = None
+        if micro_batch is not None or memory_limit is not None:
+            if accumulate_steps != 1:
+                raise ValueError("`micro_batch` chooses accumulate_steps. Pass one of them.")
+            self._micro_batch = MicroBatch(micro_batch, memory_limit, local._replicas)
         self.steps_per_execution = int(steps_per_execution)
         if not isinstance(require_equal, bool):
             fix = "Pass require_equal=True, or omit it."
@@ -247,7 +261,6 @@ class Trainer(Generic[M]):
             self._precision,
             from_logits,
         )
-        self._training = self._training_of(local)
         if isinstance(self.strategy, RemoteStrategy):
             require_local_options(
                 type(self.strategy).__name__,
@@ -255,12 +268,10 @@ class Trainer(Generic[M]):
                 loss_scale=self.loss_scale,
                 stall_secs=stall_secs,
                 require_equal=require_equal,
+                micro_batch=micro_batch,
             )
-            self._runner = self.strategy.step_runner(self._training)
-        else:
-            self._runner = LocalSteps(self._training, require_equal=require_equal)
-        self._local = local
-        self._rows = RowCheck(local, self.accumulate_steps)
+        self._local, self._require_equal = local, require_equal
+        self._split_batches(int(accumulate_steps))
         self._trained_examples = steps.examples_of(self._objective, in_training=True)
         self._evaluated_examples = steps.examples_of(self._objective, in_training=False)
         self._outputs = ModelOutputs(self._objective.loss_fn)
@@ -273,8 +284,36 @@ class Trainer(Generic[M]):
         self._users: list[int] = []  # threads in `_using`
         self._precision.set_on(model)  # after everything that rejects an argument
 
-    def _training_of(self, local: Strategy) -> Training:
-        objective, pieces = self._objective, self.accumulate_steps
+    def _split_batches(self, pieces: int) -> None:
+        """Creates the step that computes the batch of a replica in pieces, and what runs it."""
+        self.accumulate_steps = pieces
+        self._training = self._training_of(pieces)
+        if isinstance(self.strategy, RemoteStrategy):
+            self._runner = self.strategy.step_runner(self._training)
+        else:
+            self._runner = LocalSteps(self._training, require_equal=self._require_equal)
+        by_micro_batch = "" if self._micro_batch is None else "micro_batch"
+        self._rows = RowCheck(self._local, pieces, by_micro_batch or f"accumulate_steps={pieces}")
+
+    def _choose_pieces(self, data: DistributedDataset[Any], micro_batch: MicroBatch) -> None:
+        """Chooses the number of pieces for batches such as the first."""
+        batches = data.peek()
+        if not batches:
+            return
+
+        def first(pieces: int) -> PaddedBatch:
+            source = self._local.distribute_dataset(batches, remainder="pad", prefetch=0)
+            return next(iter(source.padded(multiple=pieces, group=self.steps_per_execution)))
+
+        def estimate(pieces: int) -> MemoryReport:
+            return LocalSteps(self._training_of(pieces)).memory(first(pieces))
+
+        pieces = micro_batch.num_pieces(first(1), estimate)
+        if pieces != self.accumulate_steps:
+            self._split_batches(pieces)
+
+    def _training_of(self, pieces: int) -> Training:
+        objective, local = self._objective, self._local
         make = functools.partial(steps.training_step, objective, self._objects["optimizer"].wrt)
         step = make(pieces)
         whole = step if pieces == 1 else make(1)
@@ -389,7 +428,10 @@ class Trainer(Generic[M]):
             seed=seed,
         )
         validation = Validation(held_out, validation_steps)
-        padded = self._distributed(training).padded(
+        distributed = self._distributed(training)
+        if self._micro_batch is not None:
+            self._choose_pieces(distributed, self._micro_batch)
+        padded = distributed.padded(
             multiple=self._runner.multiple,
             group=self.steps_per_execution,
             skip=position.samples,
