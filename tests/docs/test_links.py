@@ -20,6 +20,7 @@ HOSTS = {
     "docs.pytorch.org",
     "docs.python.org",
     "docs.ray.io",
+    "enpasos.github.io",  # jax2onnx
     "filesystem-spec.readthedocs.io",  # fsspec
     "flax.readthedocs.io",
     "google-grain.readthedocs.io",
@@ -30,6 +31,7 @@ HOSTS = {
     "kubernetes.io",
     "learn.microsoft.com",
     "lightning.ai",
+    "onnx.ai",
     "openxla.org",
     "optax.readthedocs.io",
     "orbax.readthedocs.io",

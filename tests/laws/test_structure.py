@@ -84,7 +84,7 @@ BUDGETS = {
     "data": Size(1458, 14, 28),
     "keras": Size(511, 7, 7),
     "strategy": Size(996, 8, 8),
-    "training": Size(5432, 37, 66),
+    "training": Size(5477, 37, 66),
     "ps": Size(4009, 20, 81),
     "tools": Size(3172, 41, 33),
 }

@@ -1,5 +1,7 @@
 """`trainer.export`: a program with its weights that computes what `predict` computes."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -139,3 +141,103 @@ def test_what_cannot_be_exported_is_an_error(tmp_path, subtests):
         patch.setitem(__import__("sys").modules, "flatbuffers", None)
         with raises(ModuleNotFoundError, names="flatbuffers", fix="pip install"):
             trainer.export(path, X)
+
+
+# ONNX
+
+ONNX = [pytest.mark.slow, pytest.mark.dev("jax2onnx", "onnxruntime")]
+ONNX += [pytest.mark.filterwarnings("ignore")]  # of jax2onnx
+
+
+def onnx(test):
+    for mark in ONNX:
+        test = mark(test)
+    return test
+
+
+class Images(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.conv = nnx.Conv(1, 4, (3, 3), rngs=rngs)
+        self.out = nnx.Linear(4 * 3 * 3, 3, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.max_pool(jax.nn.relu(self.conv(x)), window_shape=(2, 2), strides=(2, 2))
+        return self.out(x.reshape(x.shape[0], -1))
+
+
+def run_onnx(file, *arrays) -> list[np.ndarray]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(str(file), options)
+    names = [each.name for each in session.get_inputs()]
+    return session.run(None, dict(zip(names, arrays, strict=True)))
+
+
+@onnx
+def test_onnx_computes_what_predict_does(tmp_path, subtests):
+    trainer = trained()
+    expected = trainer.predict(X, batch_size=4)
+    with subtests.test(msg="any number of rows"):
+        trainer.export(tmp_path / "model.onnx", X[:2])
+        for rows in (1, 13):
+            (found,) = run_onnx(tmp_path / "model.onnx", X[:rows])
+            np.testing.assert_allclose(found, expected[:rows], **SMALL)
+    with subtests.test(msg="labels do not count, and the number of rows is fixed"):
+        trainer.export(str(tmp_path / "model.onnx"), (X, Y), batch_size=5)
+        (found,) = run_onnx(tmp_path / "model.onnx", X[:5], Y[:5])
+        np.testing.assert_allclose(found, expected[:5], **SMALL)
+    with subtests.test(msg="several inputs and outputs"):
+
+        def fn(model, batch):
+            return {"sum": batch["a"] + batch["b"], "logits": model(batch["a"])}
+
+        trainer.export(tmp_path / "several.onnx", {"a": X, "b": X}, fn)
+        logits, total = run_onnx(tmp_path / "several.onnx", X, X)
+        np.testing.assert_allclose(logits, expected, **SMALL)
+        np.testing.assert_allclose(total, 2 * X, **SMALL)
+    with subtests.test(msg="images"):
+        images = np.random.RandomState(0).randn(4, 6, 6, 1).astype("float32")
+        with mirror.MirroredStrategy(["/cpu:0", "/cpu:1"]).scope():
+            loss = "sparse_categorical_crossentropy"
+            trainer = mirror.Trainer(Images(nnx.Rngs(0)), optax.adam(0.1), loss)
+        trainer.export(tmp_path / "images.onnx", images)
+        (found,) = run_onnx(tmp_path / "images.onnx", images)
+        np.testing.assert_allclose(found, trainer.predict(images, batch_size=4), **SMALL)
+
+
+@onnx
+def test_what_onnx_cannot_compute_is_an_error(tmp_path, subtests, monkeypatch):
+    trainer, path = trained(), tmp_path / "model.onnx"
+    path.write_bytes(b"before")
+
+    def eigenvalues(model, batch):
+        return jnp.linalg.eigvalsh(batch[:, :, None] * batch[:, None, :])
+
+    with (
+        subtests.test(msg="an operation"),
+        raises(ValueError, names="eigenvalues", fix="model.jax"),
+    ):
+        trainer.export(path, X, eigenvalues)
+    with subtests.test(msg="a callback"), raises(ValueError, names="prints"):
+        trainer.export(path, X, prints)
+    with subtests.test(msg="other numbers"), monkeypatch.context() as patch:
+        import onnxruntime
+
+        class Wrong(onnxruntime.InferenceSession):
+            def run(self, *arguments):
+                return [2 * x for x in super().run(*arguments)]
+
+        patch.setattr(onnxruntime, "InferenceSession", Wrong)
+        with raises(ValueError, values="Not equal to tolerance", fix="model.jax"):
+            trainer.export(path, X)
+    with subtests.test(msg="platforms"), raises(ValueError, names="`platforms`"):
+        trainer.export(path, X, platforms=["cpu"])
+    assert path.read_bytes() == b"before"
+
+
+def test_onnx_names_its_packages(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax2onnx", None)
+    with raises(ModuleNotFoundError, names="jax2onnx", fix='pip install ".[onnx]"'):
+        trained().export(tmp_path / "model.onnx", X)

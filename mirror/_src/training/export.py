@@ -1,24 +1,29 @@
-"""`export`: the model of a trainer as a StableHLO program with its weights, for JAX alone."""
+"""`export`: the model of a trainer with its weights, as a StableHLO program or in ONNX."""
 
+import importlib
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import export as jax_export
 
 from mirror._src.base.naming import name_of
 from mirror._src.base.optional import require
 from mirror._src.base.types import PyTree
-from mirror._src.data.batches import host_batch
+from mirror._src.data.batches import HostBatch, host_batch
 from mirror._src.engine.mesh import outside_traces
 from mirror._src.jaxprs.equations import equations
 from mirror._src.jaxprs.primitives import CALLBACK
 from mirror._src.jaxprs.user_lines import user_line
 from mirror._src.training.checkpoints.files import write_file
-from mirror._src.training.paths import path_of_argument
+from mirror._src.training.paths import path_of_argument, shorten
+
+_PLATFORMS = ("cpu", "cuda")
 
 
 def exported(
@@ -27,7 +32,9 @@ def exported(
     model: nnx.Module,
     example: PyTree,
     batch_size: int | None,
-    platforms: Sequence[str],
+    platforms: Sequence[str] | None,
+    *,
+    in_onnx: bool,
 ) -> bytes:
     """Returns the program of a step of `prediction_step`, for batches like `example`.
 
@@ -38,11 +45,15 @@ def exported(
         example: A batch.
         batch_size: Number of rows of a batch, or None for any number.
         platforms: JAX's names of the platforms on which the program may run.
+        in_onnx: Whether to return a program in ONNX instead of StableHLO.
 
     Raises:
-        ValueError: If the program contains host callbacks.
+        ValueError: If the program contains host callbacks, or cannot be converted to ONNX.
     """
-    require("flatbuffers", "trainer.export")
+    if in_onnx and platforms is not None:
+        raise ValueError("`platforms` does not apply to ONNX, which is for all. Omit it.")
+    for package in ("jax2onnx", "onnxruntime") if in_onnx else ("flatbuffers",):
+        require(package, "trainer.export", "onnx" if in_onnx else "train")
     graphdef, state = nnx.split(model)
     state = jax.tree.map(_on_one_device, state)
 
@@ -51,7 +62,8 @@ def exported(
         return step(nnx.merge(graphdef, state), batch, jnp.ones(rows, bool))
 
     size = jax_export.symbolic_shape("batch")[0] if batch_size is None else batch_size
-    specs = host_batch("example", example).map(
+    batch = host_batch("example", example)
+    specs = batch.map(
         lambda leaf: jax.ShapeDtypeStruct(
             (size, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype)
         )
@@ -65,7 +77,50 @@ def exported(
                 error.add_note("For a model that needs the number of rows, pass batch_size=N.")
             raise
         _require_no_callbacks(fn, traced.jaxpr)
+        if in_onnx:
+            return _onnx_of(fn, program, batch, specs)
+        platforms = _PLATFORMS if platforms is None else platforms
         return bytes(jax_export.export(compiled, platforms=platforms)(specs).serialize())
+
+
+def _onnx_of(
+    fn: Callable[..., Any], program: Callable[[PyTree], PyTree], batch: HostBatch, specs: PyTree
+) -> bytes:
+    """Returns a program in ONNX that has computed the results of the example.
+
+    Raises:
+        ValueError: If jax2onnx or ONNX Runtime cannot, or with other results.
+    """
+    shapes: list[Any]
+    treedef: Any
+    shapes, treedef = jax.tree.flatten(specs)
+    words = [re.sub(r"\W+", "_", name.removeprefix("example")).strip("_") for name in batch.names]
+    inputs = [word or "input" for word in words]
+    rows = [shape.shape[0] if isinstance(shape.shape[0], int) else batch.size for shape in shapes]
+    arrays = [
+        np.resize(np.asarray(leaf, shape.dtype), (count, *leaf.shape[1:]))
+        for leaf, shape, count in zip(batch.leaves, shapes, rows, strict=True)
+    ]
+    expected = jax.tree.leaves(jax.jit(program)(treedef.unflatten(arrays)))
+    try:
+        convert, runtime = map(importlib.import_module, ("jax2onnx", "onnxruntime"))
+        flat = lambda *leaves: tuple(jax.tree.leaves(program(treedef.unflatten(leaves))))  # noqa: E731
+        outputs = [f"output_{i}" for i in range(len(expected))]
+        model = convert.to_onnx(flat, shapes, input_names=inputs, output_names=outputs)
+        data = bytes(model.SerializeToString())
+        options = runtime.SessionOptions()
+        options.log_severity_level = 4
+        session = runtime.InferenceSession(data, options)
+        used = {each.name for each in session.get_inputs()}
+        fed = {name: x for name, x in zip(inputs, arrays, strict=True) if name in used}
+        for one, other in zip(session.run(None, fed), expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3 * np.abs(other).max())
+    except Exception as error:
+        raise ValueError(
+            f"{name_of(fn)} cannot be converted to ONNX: {shorten(error)}. Export a StableHLO "
+            "program: trainer.export('model.jax', example)."
+        ) from error
+    return data
 
 
 def _on_one_device(leaf: Any) -> Any:

@@ -562,15 +562,21 @@ class Trainer(Generic[M]):
         fn: Callable[[M, PyTree], PyTree] | None = None,
         *,
         batch_size: int | None = None,
-        platforms: Sequence[str] = ("cpu", "cuda"),
+        platforms: Sequence[str] | None = None,
     ) -> None:
-        """Writes what `predict` computes, and the weights, to a file that needs JAX only.
+        """Writes what `predict` computes, and the weights, to a file that does not need mirror.
 
         The file is a StableHLO program of `jax.export` for one device, with the model in evaluation
         mode. Load it without mirror or the code of the model:
 
             program = jax.export.deserialize(bytearray(Path("model.jax").read_bytes()))
             logits = program.call(x)
+
+        A path that ends with `.onnx` gets a program in ONNX, by jax2onnx, if ONNX Runtime computes
+        the same for the example with it:
+
+            session = onnxruntime.InferenceSession("model.onnx")
+            (logits,) = session.run(None, {"input": x})
 
         In a job of several processes, every process calls it, and the chief writes.
 
@@ -582,12 +588,13 @@ class Trainer(Generic[M]):
             fn: As for `predict`.
             batch_size: Number of rows that `call` takes. Defaults to any number, which JAX cannot
                 trace for every model.
-            platforms: JAX's names of the platforms on which the program can run.
+            platforms: JAX's names of the platforms on which a StableHLO program can run. Defaults
+                to `("cpu", "cuda")`.
 
         Raises:
-            ValueError: If the program contains host callbacks, such as `jax.debug.print`, or the
-                inputs of a batch are unknown and `fn` is missing.
-            ModuleNotFoundError: If flatbuffers is not installed.
+            ValueError: If the program contains host callbacks, such as `jax.debug.print`, or cannot
+                be converted to ONNX, or the inputs of a batch are unknown and `fn` is missing.
+            ModuleNotFoundError: If flatbuffers, or jax2onnx for ONNX, is not installed.
 
         >>> trainer = Trainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), "mse")
         >>> trainer.export("model.jax", np.ones((1, 2), "float32"))
@@ -596,7 +603,9 @@ class Trainer(Generic[M]):
         with self._using("export"):
             model, step = self._objects["model"], self._predict_step(fn)
             if self._local.is_chief:
-                write(path, exported(step, fn, model, example, batch_size, platforms))
+                in_onnx = str(path).endswith(".onnx")
+                options = batch_size, platforms
+                write(path, exported(step, fn, model, example, *options, in_onnx=in_onnx))
             if self._local._spans_processes:
                 barrier("trainer.export")
 
