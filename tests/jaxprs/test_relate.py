@@ -181,6 +181,47 @@ OTHERS = {
         ),
         Why.UNKNOWN,
     ),
+    "weights of rows of the rounds": (
+        lambda w, x, y: psum(
+            jax.lax.scan(
+                lambda c, p: (c + (p[0] * (p[1] * jnp.ones_like(p[0]))).sum(), None),
+                0.0,
+                (pieces(x), w[0, :2]),
+            )[0]
+        ),
+        Why.UNKNOWN,
+    ),
+    "sums and means of pieces": (
+        lambda w, x, y: psum(
+            jax.lax.scan(lambda c, p: (c + p.sum() + p.mean(), None), 0.0, pieces(x))[0]
+        ),
+        Why.PART,
+    ),
+    "a first value of each replica": (
+        lambda w, x, y: psum(jax.lax.scan(lambda c, p: (c + p.sum(0), None), w[0], pieces(x))[0]),
+        Why.UNKNOWN,
+    ),
+    "scattered weights": (
+        lambda w, x, y: jax.lax.all_gather(
+            jax.lax.psum_scatter(w[:2], "replica", scatter_dimension=0, tiled=True),
+            "replica",
+            tiled=True,
+        ),
+        Why.SCALE,
+    ),
+    "a share by an index": (
+        lambda w, x, y: psum(
+            jax.lax.dynamic_slice_in_dim(x, w[0, 0].astype(jnp.int32), len(x) // 2).sum()
+        ),
+        Why.UNKNOWN,
+    ),
+    "rows by an index": (lambda w, x, y: psum(x[np.array([0, 2])].sum()), Why.ROWS),
+    "sums of all pieces but one": (
+        lambda w, x, y: psum(
+            jax.lax.scan(lambda c, p: (p.sum(0), c), jnp.zeros(3), pieces(x))[1].sum(0)
+        ),
+        Why.UNKNOWN,
+    ),
     "decaying pieces": (
         lambda w, x, y: psum(
             jax.lax.scan(lambda c, p: (0.5 * c + p.sum(), None), 0.0, pieces(x))[0]

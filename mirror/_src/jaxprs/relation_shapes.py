@@ -133,8 +133,7 @@ def _slice(pair: Pair, xs: list[Relation]) -> Relation | None:
     stops = [each["limit_indices"][x.axis] for each in (a, b)]
     has_steps = any(each["strides"] and each["strides"][x.axis] != 1 for each in (a, b))
     if stops != sizes or has_steps or a["start_indices"][x.axis] or b["start_indices"][x.axis]:
-        # A share of the rows may be one of several shares.
-        return _some_rows(pair) if stops[0] == stops[1] else None
+        return _some_rows(pair, "limit_indices", x.axis)
     others = [i for i in range(len(a["start_indices"])) if i != x.axis]
     names = ("start_indices", "limit_indices", "strides")
     is_equal = all(
@@ -226,10 +225,10 @@ def _iota(pair: Pair, _: list[Relation]) -> Relation | None:
     return rows(axis) if axis != dimension else Relation(Kind.INDEX, Fraction(size), axis)
 
 
-def _some_rows(pair: Pair) -> Relation | None:
-    """Returns the relation of selected rows. Together, the rounds of a loop may read all rows."""
-    is_in_loop = any(eqn.primitive.name in ("scan", "while") for eqn in pair.within)
-    return None if is_in_loop else pair.other(Why.ROWS)
+def _some_rows(pair: Pair, sizes: str, axis: int) -> Relation | None:
+    """Returns the relation of selected rows; a share of the rows may be one of several shares."""
+    is_share = pair.eqn.params[sizes][axis] != pair.whole.params[sizes][axis]
+    return None if is_share else pair.other(Why.ROWS)
 
 
 def _dynamic_slice(pair: Pair, xs: list[Relation]) -> Relation | None:
@@ -239,7 +238,7 @@ def _dynamic_slice(pair: Pair, xs: list[Relation]) -> Relation | None:
     if x.kind is not Kind.ROWS or x.axis < 0:
         return _kept(x) if pair.has_equal_params() or x.axis < 0 else None
     if not pair.is_full(x.axis, "slice_sizes"):
-        return _some_rows(pair)
+        return _some_rows(pair, "slice_sizes", x.axis)
     return x if pair.has_equal_params("slice_sizes") else None
 
 
@@ -269,7 +268,7 @@ def _gather(pair: Pair, xs: list[Relation]) -> Relation | None:
         if not is_own:
             return _kept(x) if pair.has_equal_params() else None
         if x.axis in numbers.start_index_map or x.axis not in window:
-            return _some_rows(pair)
+            return _some_rows(pair, "slice_sizes", x.axis)
         is_full = pair.is_full(x.axis, "slice_sizes")
         return x._replace(axis=numbers.offset_dims[window.index(x.axis)]) if is_full else None
     if not pair.has_equal_params() or not 0 <= index.axis < last:
