@@ -120,6 +120,9 @@ EQUAL = {
         axis=1,
         tiled=True,
     ),
+    "products of features": lambda w, x, y: psum(
+        gradient(lambda w, x, y: (jnp.prod(x @ w, -1) ** 2).sum())(w, x, y)
+    ),
     "tiled": lambda w, x, y: psum((jnp.tile(x, (1, 2)) ** 2).sum()),
     "accumulated rows": lambda w, x, y: psum(
         jax.lax.scan(lambda c, r: (c + jnp.tanh(r @ w), None), jnp.zeros(3), x)[0]

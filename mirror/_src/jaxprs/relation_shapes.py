@@ -109,19 +109,19 @@ def _broadcast(pair: Pair, xs: list[Relation]) -> Relation | None:
 
 def _reshape(pair: Pair, xs: list[Relation]) -> Relation | None:
     (x,) = xs
-    axes = pair.scaled_axes()
-    before, after = shape_of(pair.eqn.invars[0]), shape_of(pair.eqn.outvars[0])
+    axes, after = pair.scaled_axes(), shape_of(pair.eqn.outvars[0])
+    before, order = shape_of(pair.eqn.invars[0]), pair.eqn.params["dimensions"]
+    order = list(order or range(len(before)))
+    before = tuple(before[i] for i in order)
 
     def to(axis: int) -> int | None:
         if len(axes) != 1 or 0 in before:
             return None
         # The rows of one replica are as many entries apart as before.
-        is_same = math.prod(before[:axis]) == math.prod(after[: axes[0]])
+        is_same = math.prod(before[: order.index(axis)]) == math.prod(after[: axes[0]])
         return axes[0] if is_same else None
 
-    if pair.eqn.params["dimensions"]:
-        return None
-    return moved(x, to) or _in_pieces(pair, x)
+    return moved(x, to) or (_in_pieces(pair, x) if order == sorted(order) else None)
 
 
 def _slice(pair: Pair, xs: list[Relation]) -> Relation | None:
