@@ -169,6 +169,10 @@ OTHERS = {
     "running sum": (lambda w, x, y: psum(jnp.cumsum(x, 0).sum()), Why.UNKNOWN),
     "a share of the rows": (lambda w, x, y: psum(x[: len(x) // 2].sum()), Why.UNKNOWN),
     "pairs on the diagonal": (lambda w, x, y: psum(jnp.diag(x @ x.T).sum()), Why.UNKNOWN),
+    "clipped sum of means": (
+        lambda w, x, y: clipped(psum(gradient(mean)(w, x, y))),
+        Why.UNKNOWN,
+    ),
     "digits of a sum": (
         lambda w, x, y: psum(y.sum() // 256) * 256 + psum(y.sum() % 256),
         Why.UNKNOWN,

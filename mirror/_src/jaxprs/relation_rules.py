@@ -129,7 +129,7 @@ def _failed(pair: Pair, operands: list[Relation]) -> Relation:
         is_known = is_float and pair.name != "is_finite"
         return pair.other(Why.PART if is_known else Why.UNKNOWN)
     causes = [x.cause for x in operands if x.kind is Kind.SAME and x.scale != 1 and x.cause]
-    if causes and kinds <= {Kind.SAME, Kind.ZERO} and pair.name not in _LOGARITHMS:
+    if causes and kinds <= {Kind.SAME, Kind.ZERO} and pair.name not in _HIDES_FACTOR:
         return Relation(Kind.OTHER, cause=causes[0])
     return pair.other(Why.UNKNOWN)
 
@@ -193,4 +193,7 @@ _CHOOSES = PICKING | {"mul", "select_n", "slice"}
 _KEEPS_ZERO = SHAPING | {"abs", "add", "add_any", "concatenate", "convert_element_type", "copy"}
 _KEEPS_ZERO |= {"cumsum", "dynamic_slice", "mul", "neg", "reduce_max", "reduce_min", "reduce_or"}
 _KEEPS_ZERO |= {"reduce_sum", "select_n", "sub"}
-_LOGARITHMS = frozenset({"log", "log1p", "log2"})  # of which a softmax forgets the factor
+# A softmax forgets the factor of a logarithm, and a clipped gradient its own factor.
+_HIDES_FACTOR = frozenset(
+    {"log", "log1p", "log2", "clamp", "max", "min", "eq", "ge", "gt", "le", "lt", "ne"}
+)
