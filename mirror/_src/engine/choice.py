@@ -18,9 +18,9 @@ from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.all_reduce import AllReduce
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
 from mirror._src.engine.executor import Executor, MeshExecutor
-from mirror._src.engine.mapping import uses_gloo
 from mirror._src.engine.one_device import ReductionToOneDevice
 from mirror._src.engine.staged.executor import StagedExecutor
+from mirror._src.passes.collective_rules import uses_gloo
 from mirror._src.passes.program import Slices
 
 _logger = logging.getLogger("mirror")

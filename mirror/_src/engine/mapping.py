@@ -23,11 +23,10 @@ from typing import Any, Literal
 
 import jax
 
-from mirror._src.cluster.store import is_initialized
 from mirror._src.devices.replicas import Kind, ReplicaDevices
 from mirror._src.jaxprs.trace import trace_inside
 from mirror._src.passes.callbacks import CallbackGuard
-from mirror._src.passes.collective_rules import CollectiveRules, Reduction
+from mirror._src.passes.collective_rules import CollectiveRules, Reduction, uses_gloo
 from mirror._src.passes.evaluate import Rules
 from mirror._src.passes.lower.table import lowered, rules_for
 from mirror._src.passes.vmap_sums import evaluate
@@ -40,11 +39,6 @@ _VMAP_AXIS = "replicas of a device"
 # Taken at import: `chex.fake_pmap` replaces `jax.pmap` by a `vmap` that returns a mirrored result
 # once per replica, as if `out_axes` were 0 for all results.
 _pmap = jax.pmap
-
-
-def uses_gloo(replicas: ReplicaDevices) -> bool:
-    """Whether the collectives are gloo's: in a job, also those between devices of one process."""
-    return replicas.on_host and is_initialized()
 
 
 def mapping_for(replicas: ReplicaDevices, *, has_slices: bool = False) -> Mapping:

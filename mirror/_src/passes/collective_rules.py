@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from mirror._src.base.types import Array
+from mirror._src.cluster.store import is_initialized
+from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.jaxprs.collective_eqns import (
     ALL_REDUCES,
     axes_of,
@@ -35,6 +37,11 @@ Reduction: TypeAlias = Callable[[str, Array, str], Array]
 """Reduces stacked operands, given the primitive, the operands and a description for messages."""
 
 _ALL_REDUCE = {"psum": jax.lax.psum, "pmax": jax.lax.pmax, "pmin": jax.lax.pmin}
+
+
+def uses_gloo(replicas: ReplicaDevices) -> bool:
+    """Whether the collectives are gloo's: in a job, also those between devices of one process."""
+    return replicas.on_host and is_initialized()
 
 
 def reduce_extreme(primitive: str, value: Array, axis: str) -> Array:

@@ -2,8 +2,10 @@
 
 The order is a binary tree over the indices of the replicas: a node of size 2**l covers the replicas
 [i * 2**l, (i + 1) * 2**l) that exist, and adds its two halves. A device has a block of replicas. It
-computes the largest nodes inside its block, its pieces. The devices exchange these, and each
-computes the rest of the tree for its part of the array.
+computes the largest nodes inside its block, its pieces. If each device has one piece, and their
+number is a power of two, XLA adds the pieces of two devices, then of two pairs, and so on: a sum of
+two has only one order. Otherwise the devices exchange the pieces, and each computes the rest of the
+tree for its part of the array.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 
 from mirror._src.base.types import Array
 
-_GATHERED_BYTES = 1 << 16  # up to here, one all-gather is cheaper than two exchanges
+_WHOLE_BYTES = 1 << 18  # up to here, all-reduces are cheaper than to scatter and to gather
 
 
 class Node(NamedTuple):
@@ -50,8 +52,12 @@ def _pieces(start: int, stop: int, num: int) -> list[Node]:
 
 
 def add(left: Array, right: Array) -> Array:
-    """Adds, and rounds to the dtype: XLA keeps the sums of small floats in float32 otherwise."""
-    total = left + right
+    """Adds, and rounds to the dtype."""
+    return _rounded(left + right)
+
+
+def _rounded(total: Array) -> Array:
+    """Rounds to the dtype: XLA keeps sums of small floats in float32 until they are stored."""
     if jnp.issubdtype(total.dtype, jnp.floating) and total.dtype.itemsize < 4:
         info = jnp.finfo(total.dtype)
         return jax.lax.reduce_precision(total, info.nexp, info.nmant)
@@ -74,17 +80,20 @@ class TreeSum:
         num: Number of replicas.
         per_device: Number of replicas of a device.
         axis: Name of the axis of the devices.
+        over_gloo: Whether gloo runs the collectives, whose reduce-scatter returns wrong values from
+            time to time (jax#40830; JAX 0.10 to 0.12.0.1).
 
     Attributes:
         depth: If every device computes one node of `2**depth` replicas, this depth.
     """
 
-    def __init__(self, num: int, per_device: int, axis: str) -> None:
+    def __init__(self, num: int, per_device: int, axis: str, *, over_gloo: bool = False) -> None:
         self._num, self._per_device, self._axis = num, per_device, axis
         self._num_devices = num // per_device
         starts = [i * per_device for i in range(self._num_devices)]
         self._pieces = [_pieces(start, start + per_device, num) for start in starts]
         self._slots = max(map(len, self._pieces))
+        self._over_gloo = over_gloo
         sizes = {
             tuple((p.start - s, p.size) for p in of)
             for s, of in zip(starts, self._pieces, strict=True)
@@ -134,13 +143,34 @@ class TreeSum:
             return pieces[0]
         if n == 1:
             return lambda: self._joined(list(pieces))
-        if pieces[0].size * pieces.dtype.itemsize <= _GATHERED_BYTES:
-            gathered = jax.lax.all_gather(pieces, self._axis, tiled=True)
-            return lambda: self._joined(list(gathered))
+        is_small = pieces[0].size * pieces.dtype.itemsize <= _WHOLE_BYTES
+        if self._slots == 1 and n & (n - 1) == 0 and (is_small or not self._over_gloo):
+            return self._in_pairs(pieces[0], is_small)
         flat = pieces.reshape(self._slots, -1)
         size = flat.shape[1]
         flat = jax.lax.pad(flat, jnp.zeros((), flat.dtype), ((0, 0, 0), (0, -size % n, 0)))
-        parts = jax.lax.all_to_all(flat, self._axis, 1, 0, tiled=True)  # (n * slots, size / n)
+        of_devices = jnp.swapaxes(flat.reshape(self._slots, n, -1), 0, 1)
+        received = jax.lax.all_to_all(of_devices, self._axis, 0, 0, tiled=True)
+        parts = received.reshape(n * self._slots, -1)
         total = self._joined(list(parts))
         whole = jax.lax.all_gather(total, self._axis, tiled=True)
         return whole[:size].reshape(shape)
+
+    def _in_pairs(self, value: Array, is_small: bool) -> Array:
+        """Adds the values of the devices level by level."""
+        n = self._num_devices
+        steps = [1 << level for level in range(n.bit_length() - 1)]
+        pairs = [[[i, i | step] for i in range(n) if not i & step] for step in steps]
+        if is_small:
+            for groups in pairs:
+                value = _rounded(jax.lax.psum(value, self._axis, axis_index_groups=groups))
+            return value
+        flat = jax.lax.pad(
+            value.reshape(-1), jnp.zeros((), value.dtype), ((0, -value.size % n, 0),)
+        )
+        for groups in pairs:
+            half = jax.lax.psum_scatter(flat, self._axis, axis_index_groups=groups, tiled=True)
+            flat = _rounded(half)
+        for groups in reversed(pairs):
+            flat = jax.lax.all_gather(flat, self._axis, axis_index_groups=groups, tiled=True)
+        return flat[: value.size].reshape(value.shape)

@@ -17,7 +17,7 @@ from mirror._src.base.dtypes import keys_like
 from mirror._src.base.types import Array
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, reduce_locally
-from mirror._src.passes.collective_rules import Formulas, positive_zero, reduce_extreme
+from mirror._src.passes.collective_rules import Formulas, positive_zero, reduce_extreme, uses_gloo
 from mirror._src.passes.order.tree import TreeSum, add
 from mirror._src.passes.program import Atom, Constant, Value, values_of
 from mirror._src.passes.staging.ir import (
@@ -94,7 +94,8 @@ class Turns:
         self._per_device = replicas.replicas_per_device
         self._axis, self._num_devices = replicas.axis_name, len(replicas.distinct)
         self._arrays, self._count = arrays, count
-        self._sum = TreeSum(len(replicas), self._per_device, self._axis)
+        n = len(replicas)
+        self._sum = TreeSum(n, self._per_device, self._axis, over_gloo=uses_gloo(replicas))
         first = jax.lax.axis_index(self._axis) * self._per_device if self._num_devices > 1 else 0
         self._first = jnp.asarray(first, jnp.int32)
 
