@@ -20,7 +20,14 @@ from mirror._src.devices.launch import is_needed
 from mirror._src.devices.launches import Described, Site
 from mirror._src.devices.replicas import Kind, ReplicaDevices
 from mirror._src.engine.compiled import CompiledProgram, MeshProgram
-from mirror._src.engine.mapping import Mapping, Outputs, map_replicas, mapping_for, rules_inside
+from mirror._src.engine.mapping import (
+    STAGED,
+    Mapping,
+    Outputs,
+    map_replicas,
+    mapping_for,
+    rules_inside,
+)
 from mirror._src.jaxprs.collective_eqns import has_effects, is_collective, kind_of
 from mirror._src.jaxprs.equations import arrays_in, equations, with_inner
 from mirror._src.jaxprs.primitives import CALLBACK
@@ -30,9 +37,10 @@ from mirror._src.passes.callbacks import CallbackGuard, is_callback
 from mirror._src.passes.collective_rules import Reduction
 from mirror._src.passes.evaluate import Lowering, Rules
 from mirror._src.passes.order.turns import COMPILER_OPTIONS, Turns
-from mirror._src.passes.passes import rewritten
 from mirror._src.passes.program import Program, Settings, Slices
+from mirror._src.passes.staging.on_device import OnDevice
 from mirror._src.passes.staging.stages import stage_program
+from mirror._src.passes.staging.vectorized import CALLED_SEQUENTIALLY, Vectorized, vectorized
 
 _WITHOUT_RACES = "xla_gpu_exclude_nondeterministic_ops"
 _SCATTER_BYTES = "xla_gpu_reduce_scatter_combine_threshold_bytes"
@@ -160,15 +168,7 @@ class MeshExecutor(Executor):
         # placed outside.
         captured = {id(array): array for jaxpr in program.jaxprs for array in arrays_in(jaxpr)}
         rules = rules_inside(self._mapping, self.replicas, program.guard, self._reduction)
-        # With `vmap`, collectives within a device need no packing, and those across devices are
-        # packed by `map_replicas`.
-        pack_bytes = 0 if self._mapping == "vmap" else self.pack_bytes
         final = program.final
-        if pack_bytes != self.pack_bytes:
-            per_replica = [kind.is_own for kind in program.inputs]
-            n, axis_name = len(self.replicas), self.replicas.axis_name
-            settings = Settings(n, pack_bytes, per_replica, axis_name=axis_name)
-            final = rewritten(program.jaxprs, settings)
         start = len(program.inputs)
         more: list[Any] = [*captured.values()]
         # See `Lowering`. GPUs need no unknown 0.
@@ -178,13 +178,14 @@ class MeshExecutor(Executor):
         def replica(*leaves: Any) -> Sequence[Any]:
             arrays = dict(zip(captured, leaves[start:], strict=False))
             zero = leaves[-1] if delays else None
-            lowering = Lowering(arrays, rules, pack_bytes, self.replicas.axis_name, zero)
+            lowering = Lowering(arrays, rules, self.pack_bytes, self.replicas.axis_name, zero)
             results = lowering.run(final, leaves[:start])
             _require_proved(results, program.finish, program.outputs, len(self.replicas))
             return results
 
+        if self._mapping in STAGED:
+            replica = self._staged(program, list(captured), rules)
         if self._mapping == "in turn":
-            replica = self._in_turn(program, list(captured), rules)
             more.append(np.int32(self.replicas.replicas_per_device))
         elif delays:
             more.append(np.int32(0))
@@ -205,7 +206,6 @@ class MeshExecutor(Executor):
             program.avals,
             line=program.line,
             sites=functools.partial(sites_of, final),
-            guard=program.guard,
             check=check,
             captured=[self.replicas.input(array, Kind()) for array in more],
             ends_in_python=any(map(_ends_in_python, program.jaxprs)),
@@ -213,10 +213,11 @@ class MeshExecutor(Executor):
             scatters=bool(final.sharded_inputs),
         )
 
-    def _in_turn(
+    def _staged(
         self, program: ReplicaProgram, ids: Sequence[int], rules: Rules
     ) -> Callable[..., Sequence[Any]]:
-        """Returns a function of a device's leaves, of constant arrays, and of their number."""
+        """Returns a function of a device's leaves, of constant arrays and, in turn, of a number."""
+        together = self._mapping == "vmap"
         staged = stage_program(
             program.jaxprs,
             Settings(
@@ -226,15 +227,19 @@ class MeshExecutor(Executor):
                 axis_name=self.replicas.axis_name,
             ),
             [not kind.is_own for kind in program.outputs],
-            rules,
+            CALLED_SEQUENTIALLY if together else rules,
         )
         start = len(program.inputs)
 
         def on_device(*leaves: Any) -> list[Any]:
-            arrays = dict(zip(ids, leaves[start:-1], strict=True))
-            return Turns(self.replicas, arrays, leaves[-1]).run(staged, leaves[:start])
+            arrays = dict(zip(ids, leaves[start:], strict=False))
+            if together:
+                mode: OnDevice = Vectorized(self.replicas, arrays, self._reduction)
+            else:
+                mode = Turns(self.replicas, arrays, leaves[-1])
+            return mode.run(staged, leaves[:start])
 
-        return on_device
+        return vectorized(on_device, rules) if together else on_device
 
     def compile_function(
         self,
@@ -247,7 +252,6 @@ class MeshExecutor(Executor):
         *,
         line: str = "",
         sites: Callable[[], Sequence[Site]] = tuple,
-        guard: CallbackGuard | None = None,
         check: Callable[[Sequence[Any]], None] = lambda _: None,
         captured: Sequence[Array] = (),
         ends_in_python: bool = False,
@@ -265,7 +269,6 @@ class MeshExecutor(Executor):
             avals: Shape and dtype of each input on one replica, except for `captured`.
             line: Where the step is defined, for reports.
             sites: Returns the collectives and host callbacks of the program, for reports.
-            guard: Stores exceptions of host callbacks.
             check: Called with the leaves whenever JAX traces the program.
             captured: Arrays that every launch gets as its last inputs.
             ends_in_python: Whether JAX runs Python code between a launch and its results.
@@ -286,9 +289,7 @@ class MeshExecutor(Executor):
 
         inputs = [*kinds, *([Kind(is_own=True)] if fill else [])]
         outputs = [*output_kinds, *([Kind()] if bounded else [])]
-        mapped = map_replicas(
-            self._mapping, replica, self.replicas, inputs, outputs, guard, self.pack_bytes
-        )
+        mapped = map_replicas(self._mapping, replica, self.replicas, inputs, outputs)
         num_arguments = len(kinds) - len(captured)
 
         def named(*leaves: Any) -> Any:  # the `lower` method of `jax.pmap` ignores donation

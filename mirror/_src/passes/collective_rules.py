@@ -1,11 +1,10 @@
-"""Rules for collectives over the replicas: one per device, several per device, or a single one.
+"""Rules for collectives over the replicas: one per device, or a single one.
 
-A replica program names one replica axis. With several replicas per device, this axis is split in
-two: the mapped axis of a `jax.vmap` over the replicas of a device and, with several devices, the
-axis of a `jax.shard_map`. A reduction runs over the first axis, then over the second. With one
-replica per device, only the axis of the devices exists, and JAX's own collectives remain, except
-for those below that XLA computes differently. A single replica has neither axis. A reduction of the
-user's is computed from the operands of all replicas, by every replica.
+A replica program names one replica axis. With one
+replica per device, JAX's own collectives remain, except for those below that XLA computes
+differently. A single replica has no axis. `Formulas` computes collectives from the values of all
+replicas, also for the modes of the staged program with several replicas per device. A reduction of
+the user's is computed from the operands of all replicas, by every device.
 
 Collectives that give each replica a different part are built from an all-gather. `jax.vmap` has no
 rule for some of them (groups, partial permutations), and an incorrect rule for `all_to_all` of
@@ -31,7 +30,7 @@ from mirror._src.jaxprs.collective_eqns import (
     reduce_locally,
 )
 from mirror._src.jaxprs.user_lines import user_line
-from mirror._src.passes.evaluate import Rule, Rules, bind_with
+from mirror._src.passes.evaluate import Rule, Rules
 
 Reduction: TypeAlias = Callable[[str, Array, str], Array]
 """Reduces stacked operands, given the primitive, the operands and a description for messages."""
@@ -61,10 +60,6 @@ def reduce_extreme(primitive: str, value: Array, axis: str) -> Array:
 
 def positive_zero(value: Array) -> Array:
     return jnp.where(value == 0, jnp.zeros((), value.dtype), value)
-
-
-def _call_sequentially(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
-    return bind_with(eqn, arguments, {**eqn.params, "vmap_method": "sequential"})
 
 
 class Formulas:
@@ -174,59 +169,46 @@ class CollectiveRules(Formulas):
     """Rules for collectives over all replicas.
 
     Args:
-        device_axis: Name of the axis of the devices. `None` for a single device.
-        vmap_axis: Name of the mapped axis of the replicas of a device. `None` for one replica per
-            device.
-        num_devices: Size of the first axis.
-        replicas_per_device: Size of the second axis.
+        axis: Name of the axis of the devices. `None` for a single replica.
+        num_replicas: Size of this axis.
         over_gloo: Whether gloo runs the collectives.
         reduction: Reduces the replicas' operands in place of XLA, unless it is None.
     """
 
     def __init__(
         self,
-        device_axis: str | None,
-        vmap_axis: str | None,
-        num_devices: int,
-        replicas_per_device: int,
+        axis: str | None,
+        num_replicas: int,
         *,
         over_gloo: bool = False,
         reduction: Reduction | None = None,
     ) -> None:
-        self._device_axis, self._vmap_axis = device_axis, vmap_axis
-        super().__init__(replicas_per_device * num_devices)
-        self._replicas_per_device = replicas_per_device
+        super().__init__(num_replicas)
+        self._axis = axis
         self._over_gloo = over_gloo
         self._reduction = reduction
 
     @property
     def rules(self) -> Rules:
         """Rules for `Lowering`."""
-        is_plain = self._device_axis is not None and self._vmap_axis is None
-        if is_plain and self._reduction is not None:
+        if self._axis is not None and self._reduction is not None:
             return {
                 **dict.fromkeys(ALL_REDUCES, self._if_over_replicas(self._reduce)),
                 "reduce_scatter": self._if_over_replicas(self._reduce_scatter),
             }
-        if is_plain:
+        if self._axis is not None:
             extremes: Rules = dict.fromkeys(("pmax", "pmin"), self._find_extreme)
             # They become all-reduces, of which every replica keeps its part. The reduce-scatter of
             # gloo returns wrong values for large arrays from time to time (jax#40830; JAX 0.10 to
             # 0.12.0.1).
             scatters: Rules = {"reduce_scatter": self._if_over_replicas(self._reduce_scatter)}
             return {**extremes, **scatters} if self._over_gloo else extremes
-        rules = {
+        return {
             **dict.fromkeys(ALL_REDUCES, self._if_over_replicas(self._reduce)),
             "axis_index": self._if_over_replicas(lambda *_: [self._replica_id()]),
             "reduce_scatter": self._if_over_replicas(self._reduce_scatter),
             **self._over_replicas(self.moves),
         }
-        if self._vmap_axis is not None:
-            # Each replica calls its function separately, as with one replica per device.
-            rules["pure_callback"] = lambda eqn: (
-                None if eqn.params["vmap_method"] else _call_sequentially
-            )
-        return rules
 
     def _find_extreme(self, eqn: JaxprEqn) -> Rule | None:
         """Returns the rule for a maximum or minimum of floats or booleans over all devices."""
@@ -234,7 +216,7 @@ class CollectiveRules(Formulas):
         dtypes = [aval.dtype for aval in avals]
         has_floats = any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
         has_bools = any(dtype == jnp.bool_ for dtype in dtypes)
-        is_whole = axes_of(eqn) == (self._device_axis,)
+        is_whole = axes_of(eqn) == (self._axis,)
         spans_all = is_whole and eqn.params.get("axis_index_groups") is None
         return self._reduce if spans_all and (has_floats or has_bools) else None
 
@@ -261,13 +243,7 @@ class CollectiveRules(Formulas):
             )
 
     def _replica_id(self) -> Array:
-        if self._vmap_axis is None:
-            is_single = self._device_axis is None
-            return jnp.zeros((), jnp.int32) if is_single else jax.lax.axis_index(self._device_axis)
-        index = jax.lax.axis_index(self._vmap_axis)
-        if self._device_axis is None:
-            return index
-        return jax.lax.axis_index(self._device_axis) * self._replicas_per_device + index
+        return jnp.zeros((), jnp.int32) if self._axis is None else jax.lax.axis_index(self._axis)
 
     def _gather(self, value: Array) -> Array:
         """Returns all replicas' values as `(num_replicas, *shape)`, in replica order."""
@@ -275,11 +251,9 @@ class CollectiveRules(Formulas):
             bits = self._gather(jax.random.key_data(value))
             return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
         values = value[None]
-        if self._vmap_axis is not None:
-            values = jax.lax.all_gather(value, self._vmap_axis)
-        if self._device_axis is None:
+        if self._axis is None:
             return values
-        return jax.lax.all_gather(values, self._device_axis, tiled=True)
+        return jax.lax.all_gather(values, self._axis, tiled=True)
 
     def _reduced(self, eqn: JaxprEqn, primitive: str, rows: Array) -> Array:
         """Returns the reduction of the rows of stacked operands."""
@@ -294,17 +268,11 @@ class CollectiveRules(Formulas):
     def _all_reduce(self, eqn: JaxprEqn, primitive: str, value: Array) -> Array:
         if self._reduction is not None:
             return self._reduced(eqn, primitive, self._gather(value))
-        if primitive == "psum":
-            for axis in filter(None, (self._vmap_axis, self._device_axis)):
-                value = jax.lax.psum(value, axis)
-            return value
-        if value.dtype == jnp.bool_:
-            return self._all_reduce(eqn, primitive, value.astype(jnp.uint8)).astype(jnp.bool_)
-        if self._vmap_axis is not None:
-            value = _ALL_REDUCE[primitive](value, self._vmap_axis)
-        if self._device_axis is None:
-            return positive_zero(value)
-        return reduce_extreme(primitive, value, self._device_axis)
+        if self._axis is not None:
+            if primitive == "psum":
+                return jax.lax.psum(value, self._axis)
+            return reduce_extreme(primitive, value, self._axis)
+        return value if primitive == "psum" else positive_zero(value)
 
     def _reduce(self, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
         primitive, groups = eqn.primitive.name, eqn.params.get("axis_index_groups")

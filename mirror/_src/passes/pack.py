@@ -20,6 +20,9 @@ from mirror._src.passes.program import (
     with_bodies,
 )
 
+_JITTED = ("jit", "closed_call")
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+
 
 def pack(program: Program, settings: Settings) -> Program:
     """Packs all-reduces, scatters and gathers of at most `pack_bytes`."""
@@ -38,7 +41,7 @@ def opens(programs: Sequence[ClosedJaxpr | Jaxpr], settings: Settings) -> Opens:
     """Returns which calls must be inlined: those with an all-reduce that another one could join."""
     limit = settings.pack_bytes
     if settings.in_rounds:
-        return lambda eqn, _: _communicates(eqn)
+        return lambda eqn, _: _communicates(eqn) or _has_products(eqn)
     if sum(count(program, limit) for program in programs) < 2:
         return lambda *_: False
 
@@ -68,6 +71,12 @@ def count(program: ClosedJaxpr | Jaxpr, limit: int) -> int:
 def _communicates(eqn: JaxprEqn) -> bool:
     """Whether replicas communicate in an operation, or in its inner programs."""
     return any(map(is_collective, with_inner(eqn)))
+
+
+def _has_products(eqn: JaxprEqn) -> bool:
+    """Whether a jitted function has products, into which sums over replicas may move."""
+    names = {inner.primitive.name for inner in with_inner(eqn)}
+    return eqn.primitive.name in _JITTED and not names.isdisjoint(_PRODUCTS)
 
 
 def _key(eqn: JaxprEqn, limit: int) -> Hashable:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from jax.extend.core import JaxprEqn
+
 from mirror._src.base.types import Array
 from mirror._src.jaxprs.collective_eqns import kind_of
 from mirror._src.passes.program import Atom, Value, values_of
@@ -19,6 +21,8 @@ class Computation:
         run: Computes the results.
         has_effects: Whether it runs even if its results are not used.
         is_ordered: Whether its order among other ordered computations matters.
+        eqn: The operation, if it is a single one.
+        moves: Whether it only moves elements, so that it may follow a sum over replicas.
     """
 
     inputs: Sequence[Atom]
@@ -26,6 +30,8 @@ class Computation:
     run: Callable[..., Sequence[Any]]
     has_effects: bool = False
     is_ordered: bool = False
+    eqn: JaxprEqn | None = None
+    moves: bool = False
 
 
 @dataclass(eq=False)

@@ -136,7 +136,8 @@ class _Builder:
             _require_on_host(eqn, aval.dtype)
         aval = jax.core.ShapedArray((sum(aval.size for aval in avals),), avals[0].dtype)
         flat, reduced = Value(aval), Value(aval, Layout())
-        self.add(Computation(inputs, [flat], lambda *xs: [join(list(map(jnp.asarray, xs)))]))
+        joined = lambda *xs: [join(list(map(jnp.asarray, xs)))]  # noqa: E731
+        self.add(Computation(inputs, [flat], joined, moves=True))
         lines = list(map(user_line, eqns))
         self.add(Collective(eqns[0].primitive.name, eqns[0].params, [flat], [reduced], lines))
         results = list(map(Value, avals))
@@ -174,7 +175,8 @@ class _Builder:
         def run(lowering: Lowering, arguments: Sequence[Any]) -> list[Any]:
             return lowering.apply(eqn, list(arguments))
 
-        return self.add_evaluation(run, [eqn], [var.aval for var in eqn.outvars], inputs, arrays)
+        results = [var.aval for var in eqn.outvars]
+        return self.add_evaluation(run, [eqn], results, inputs, arrays, eqn)
 
     def add_evaluation(
         self,
@@ -183,6 +185,7 @@ class _Builder:
         avals: Sequence[Any],
         inputs: Sequence[Atom],
         arrays: dict[int, Atom],
+        eqn: JaxprEqn | None = None,
     ) -> list[Value]:
         """Adds a computation that evaluates operations on the mesh of a lane.
 
@@ -192,6 +195,7 @@ class _Builder:
             avals: Types of the results.
             inputs: The operands.
             arrays: Values of the constant arrays, by their `id`.
+            eqn: The operation, if it is a single one with these operands.
         """
         needs_id = any(names_axis(inner) for eqn in eqns for inner in with_inner(eqn))
         more = [*arrays.values(), *([self.replica_id] if needs_id else [])]
@@ -208,7 +212,10 @@ class _Builder:
         outputs = [Value(aval) for aval in avals]
         effects = [effect for eqn in eqns for effect in eqn.effects]
         is_ordered = any("Ordered" in type(effect).__name__ for effect in effects)
-        return self.add(Computation([*inputs, *more], outputs, run, bool(effects), is_ordered))
+        moves = eqn is not None and eqn.primitive.name in ("transpose", "reshape")
+        return self.add(
+            Computation([*inputs, *more], outputs, run, bool(effects), is_ordered, eqn, moves)
+        )
 
     def add(self, step: Computation | Communication) -> list[Value]:
         self.steps.append(step)
@@ -216,7 +223,8 @@ class _Builder:
 
     def local(self, atom: Atom) -> Value:
         """Returns the value as a per-replica output of a stage."""
-        return self.add(Computation([atom], [Value(atom.aval)], lambda x: [jnp.asarray(x)]))[0]
+        copy = lambda x: [jnp.asarray(x)]  # noqa: E731
+        return self.add(Computation([atom], [Value(atom.aval)], copy, moves=True))[0]
 
     def collective(self, eqn: JaxprEqn, operand: Atom, aval: Any) -> Value:
         name = eqn.primitive.name
@@ -354,7 +362,8 @@ def _require_on_host(eqn: JaxprEqn, dtype: Any) -> None:
 
 def _message(eqn: JaxprEqn, reason: str) -> str:
     return (
-        f"{user_line(eqn)}: the step cannot be split at its collectives, as the staged executor "
-        f"and replicas= require: {reason}. Rewrite the operation, or run it with "
-        "mirror.AllReduce(), on devices of a single type and without replicas=."
+        f"{user_line(eqn)}: the step cannot be split at its collectives, as the staged executor, "
+        f"replicas= and replicas_per_device= require: {reason}. Rewrite the operation, or run it "
+        "with mirror.AllReduce(), on devices of a single type, without replicas= and "
+        "replicas_per_device=."
     )

@@ -71,6 +71,17 @@ def recomputed(w, x):
     return mean(jax.grad(lambda w: jnp.mean(jax.checkpoint(jnp.tanh)(x @ w)))(w))
 
 
+def in_a_loop(w, x):
+    """The weights stay mirrored; what is added to them becomes per-replica."""
+
+    def body(carry, _):
+        w, own = carry
+        grad = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w + own) ** 2))(w)
+        return (w - mean(grad), own + x[0, 0]), None
+
+    return jax.lax.scan(body, (w, jnp.zeros(())), None, 3)[0]
+
+
 def jitted(w, x):
     return mean(jax.jit(jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w))))(w))
 
@@ -138,6 +149,7 @@ STEPS = {
     "dense": (dense, (8, 3), (5, 8), True),
     "scaled, transposed, reshaped": (scaled, (8, 4), (5, 8), False),
     "attention": (attention, (8, 2, 4), (3, 5, 8), True),
+    "in a loop": (in_a_loop, (8, 3), (5, 8), True),
     "inside jax.jit": (jitted, (8, 3), (5, 8), True),
     "recomputed": (recomputed, (8, 3), (5, 8), True),
     "max pooling": (pooled, (8, 16), (5, 8), True),

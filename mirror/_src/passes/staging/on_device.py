@@ -1,0 +1,328 @@
+"""Evaluation of a staged program on one device, which has one or several replicas.
+
+What is mirrored runs once; how the rest runs for each replica, and how sums are added, is up to the
+mode: `vectorized` or `order.turns`.
+"""
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias, TypeGuard
+
+import jax
+import jax.numpy as jnp
+
+from mirror._src.base.types import Array
+from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, reduce_locally
+from mirror._src.passes.collective_rules import Formulas, positive_zero, reduce_extreme
+from mirror._src.passes.program import Atom, Constant, Value, values_of
+from mirror._src.passes.staging.ir import (
+    Branch,
+    Collective,
+    Communication,
+    Computation,
+    Loop,
+    Stage,
+    StagedJaxpr,
+)
+
+OfReplica: TypeAlias = Callable[[Callable[[Value], Any], Any], list[Any]]
+"""Function of a reader of rows, and of the index of the replica."""
+
+
+class Values:
+    """Values on a device.
+
+    Attributes:
+        replica_id: The value of the replica's index.
+        once: Mirrored ones.
+        rows: The values of its replicas, `(per_device, *shape)`.
+        free: Values that every reader computes itself, since they have no operands.
+    """
+
+    def __init__(self, replica_id: Value, ids: Array) -> None:
+        self.replica_id = replica_id
+        self.once: dict[Value, Any] = {}
+        self.rows: dict[Value, Any] = {replica_id: ids}
+        self.free: dict[Value, Computation] = {}
+
+    def is_once(self, atom: Atom) -> bool:
+        """Whether all replicas have the same value."""
+        return isinstance(atom, Constant) or atom in self.once or atom in self.free
+
+    def read(self, atom: Atom) -> Any:
+        """Returns a mirrored value."""
+        if isinstance(atom, Constant):
+            return atom.value
+        if atom not in self.once:
+            step = self.free[atom]
+            self.once.update(zip(step.outputs, step.run(*map(self.read, step.inputs)), strict=True))
+        return self.once[atom]
+
+
+class _Row(Formulas):
+    """Collectives of one replica, given the values of all."""
+
+    def __init__(self, values: Array, replica: Any) -> None:
+        super().__init__(values.shape[0])
+        self._values, self._replica = values, replica
+
+    def _replica_id(self) -> Array:
+        return self._replica
+
+    def _gather(self, value: Array) -> Array:
+        del value
+        return self._values
+
+
+class OnDevice(abc.ABC):
+    """Evaluates staged programs on one device, inside `jax.shard_map` if there are several.
+
+    Args:
+        replicas: Devices of the replicas.
+        arrays: Replacements for the constant arrays of the program, by their `id`.
+    """
+
+    def __init__(self, replicas: ReplicaDevices, arrays: Mapping[int, Any]) -> None:
+        self._per_device = replicas.replicas_per_device
+        self._axis, self._num_devices = replicas.axis_name, len(replicas.distinct)
+        self._arrays = arrays
+        first = jax.lax.axis_index(self._axis) * self._per_device if self._num_devices > 1 else 0
+        self._first = jnp.asarray(first, jnp.int32)
+
+    @abc.abstractmethod
+    def each(self, one: OfReplica, rows: Mapping[Value, Any], kept: Sequence[Any]) -> list[Any]:
+        """Calls a function for every replica of this device, and stacks the results.
+
+        Args:
+            one: The function.
+            rows: The rows that it reads.
+            kept: Types of the results.
+        """
+
+    @abc.abstractmethod
+    def computed(
+        self, steps: list[Computation], values: Values, needed: set[Value], sums: list[Collective]
+    ) -> list[Any]:
+        """Runs computations for each replica, and returns sums over all replicas.
+
+        Args:
+            steps: The computations.
+            values: Receives the rows of their results.
+            needed: The results that are read outside, except those that only sums read.
+            sums: The sums.
+        """
+
+    def reduced(self, step: Collective, rows: Array, primitive: str = "psum") -> Array:
+        """Returns the reduction of the operands of several replicas."""
+        del step
+        return reduce_locally(primitive, rows, (0,))
+
+    def run(self, staged: StagedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+        """Returns the outputs; of per-replica ones, a row for each replica of the device."""
+        once = [value.is_mirrored for value in staged.inputs]
+        return self._outputs(staged, inputs, once, staged.mirrored_outputs)
+
+    def _evaluated(
+        self, staged: StagedJaxpr, inputs: Sequence[Any], once: Sequence[bool]
+    ) -> Values:
+        ids = self._first + jnp.arange(self._per_device, dtype=jnp.int32)
+        values = Values(staged.replica_id, ids)
+        for value, leaf, is_once in zip(staged.inputs, inputs, once, strict=True):
+            (values.once if is_once else values.rows)[value] = leaf
+        for value, array in staged.constants:
+            values.once[value] = self._arrays[id(array)]
+        for stage in staged.stages:
+            self._stage(stage, values)
+        return values
+
+    def _stage(self, stage: Stage, values: Values) -> None:
+        steps = [step for step in stage.computations if not _runs_once(step, values)]
+        sums = [step for step in stage.communications if _is_sum(step)]
+        others = [step for step in stage.communications if not _is_sum(step)]
+        sent = {atom for step in others for atom in values_of(step.inputs)}
+        summed = {step.operand for step in sums} & set(stage.last_read) - sent
+        needed = {*values_of(stage.outputs), *sent} - summed
+        totals = self.computed(steps, values, needed, sums)
+        values.once.update((step.outputs[0], x) for step, x in zip(sums, totals, strict=True))
+        for step in others:
+            match step:
+                case Collective():
+                    self._collective(step, values)
+                case Loop():
+                    self._loop(step, values)
+                case Branch():
+                    self._branch(step, values)
+
+    def _read(self, atoms: Sequence[Atom], values: Values, once: Sequence[bool]) -> list[Any]:
+        """Returns values, each as a mirrored one or as rows."""
+        pairs = zip(atoms, once, strict=True)
+        return [
+            self._mirrored(atom, values) if is_once else self.rows_of(atom, values)
+            for atom, is_once in pairs
+        ]
+
+    def _mirrored(self, atom: Atom, values: Values) -> Any:
+        if values.is_once(atom):
+            return jnp.asarray(values.read(atom))
+        return self.rows_of(atom, values)[0]
+
+    def rows_of(self, atom: Atom, values: Values) -> Any:
+        """Returns a value as a row for each replica of the device."""
+        if isinstance(atom, Value) and not values.is_once(atom):
+            return values.rows[atom]
+        value = jnp.asarray(values.read(atom))
+        return jnp.broadcast_to(value[None], (self._per_device, *value.shape))
+
+    def gather(self, rows: Array) -> Array:
+        """Returns the rows of all devices."""
+        return jax.lax.all_gather(rows, self._axis, tiled=True) if self._num_devices > 1 else rows
+
+    def _collective(self, step: Collective, values: Values) -> None:
+        (out,), name = step.outputs, step.primitive
+        rows = self.rows_of(step.operand, values)
+        if step.spans_all and name in ALL_REDUCES:
+            values.once[out] = self.extreme(step, rows)
+            return
+        total = None
+        if step.spans_all and name == "reduce_scatter":
+            (total,) = self.computed([], values, set(), [step])
+        everyone = self.gather(rows)
+        if out.is_mirrored:
+            values.once[out] = self._formula(step, everyone, everyone[0], jnp.int32(0), total)
+            return
+
+        def one(_: Any, replica: Any) -> list[Any]:
+            mine = jax.lax.dynamic_index_in_dim(everyone, replica, 0, keepdims=False)
+            return [self._formula(step, everyone, mine, replica, total)]
+
+        (values.rows[out],) = self.each(one, {}, [out.aval])
+
+    def extreme(self, step: Collective, rows: Array) -> Array:
+        """Returns the maximum or minimum over all replicas."""
+        if rows.dtype == jnp.bool_:
+            return self.extreme(step, rows.astype(jnp.uint8)).astype(jnp.bool_)
+        extreme = positive_zero(reduce_locally(step.primitive, rows, (0,)))
+        if self._num_devices == 1:
+            return extreme
+        return reduce_extreme(step.primitive, extreme, self._axis)
+
+    def _formula(
+        self, step: Collective, everyone: Array, mine: Array, replica: Any, total: Any
+    ) -> Array:
+        """Returns the result of a collective on one replica, given the operands of all replicas."""
+        row, params, name = _Row(everyone, replica), step.params, step.primitive
+        if name in row.moves:
+            return row.moves[name](params, mine)
+        if name == "reduce_scatter":
+            if total is None:
+                rows = row.gather_in_group(mine, params["axis_index_groups"])
+                total = self.reduced(step, rows)
+            return row.scattered(params, total)
+        reduced = lambda primitive, rows: self.reduced(step, rows, primitive)  # noqa: E731
+        return row.reduce_in_groups(name, mine, params["axis_index_groups"], reduced)
+
+    def _outputs(
+        self, staged: StagedJaxpr, inputs: Sequence[Any], once: Sequence[bool], like: Sequence[bool]
+    ) -> list[Any]:
+        values = self._evaluated(staged, inputs, once)
+        return self._read(staged.stages[-1].outputs, values, like)
+
+    def _found(
+        self, staged: StagedJaxpr, inputs: Sequence[Any], once: Sequence[bool]
+    ) -> list[bool]:
+        """Returns which outputs of an inner program are the same on all replicas."""
+        found: list[bool] = []
+
+        def run(*inputs: Any) -> None:
+            values = self._evaluated(staged, inputs, once)
+            found.extend(map(values.is_once, staged.stages[-1].outputs))
+
+        jax.eval_shape(run, *inputs)
+        return found
+
+    def _loop(self, step: Loop, values: Values) -> None:
+        once = list(map(values.is_once, step.inputs))
+        first = len(once) - len(step.outputs)
+        before = None
+        while once != before:  # what is mirrored before the loop may become per-replica in it
+            before, inputs = [*once], self._read(step.inputs, values, once)
+            found = self._found(step.body, inputs, once)
+            once[first:] = [a and b for a, b in zip(once[first:], found, strict=True)]
+        reads, carried = inputs[:first], inputs[first:]
+        run = lambda carry: self._outputs(step.body, [*reads, *carry], once, once[first:])  # noqa: E731
+        test = step.test
+        if test is None:
+            carried = jax.lax.fori_loop(0, step.trips, lambda _, carry: run(carry), carried)
+        else:
+            goes_on = lambda carry: self._outputs(test, [*reads, *carry], once, [True])[0]  # noqa: E731
+            carried = jax.lax.while_loop(goes_on, run, carried)
+        self._store(step.outputs, carried, once[first:], values)
+
+    def _branch(self, step: Branch, values: Values) -> None:
+        index, *operands = step.inputs
+        once = list(map(values.is_once, operands))
+        inputs = self._read(operands, values, once)
+        found = [self._found(branch, inputs, once) for branch in step.branches]
+        alike = [all(flags) for flags in zip(*found, strict=True)]
+        branches = [
+            lambda *ops, b=branch: self._outputs(b, ops, once, alike) for branch in step.branches
+        ]
+        where = self._mirrored(index, values).astype(jnp.int32)
+        results = jax.lax.switch(where, branches, *inputs)
+        self._store(step.outputs, results, alike, values)
+
+    def _store(
+        self, outputs: Sequence[Value], results: Sequence[Any], once: Sequence[bool], values: Values
+    ) -> None:
+        for value, result, is_once in zip(outputs, results, once, strict=True):
+            (values.once if is_once else values.rows)[value] = result
+
+    def function(
+        self, steps: Sequence[Computation], values: Values, kept: Sequence[Value]
+    ) -> tuple[OfReplica, dict[Value, Any]]:
+        """Returns the function of one replica that runs computations, and the rows it reads."""
+
+        def one(row: Callable[[Value], Any], replica: Any) -> list[Any]:
+            local: dict[Value, Any] = {values.replica_id: replica}
+
+            def read(atom: Atom) -> Any:
+                if isinstance(atom, Constant):
+                    return atom.value
+                if atom in values.once:
+                    return values.once[atom]
+                if atom not in local and atom in values.free:
+                    step = values.free[atom]
+                    results = step.run(*map(read, step.inputs))
+                    local.update(zip(step.outputs, results, strict=True))
+                if atom not in local:
+                    local[atom] = row(atom)
+                return local[atom]
+
+            for step in steps:
+                results = step.run(*map(read, step.inputs))
+                local.update(zip(step.outputs, results, strict=True))
+            return [jnp.asarray(local[value]) for value in kept]
+
+        read = dict.fromkeys(value for step in steps for value in values_of(step.inputs))
+        rows = {value: values.rows[value] for value in read if value in values.rows}
+        rows.pop(values.replica_id, None)
+        return one, rows
+
+
+def _runs_once(step: Computation, values: Values) -> bool:
+    """Runs a computation of mirrored values; `False` if replicas may compute different ones."""
+    if step.has_effects or not all(map(values.is_once, step.inputs)):
+        return False
+    if all(isinstance(atom, Constant) or atom in values.free for atom in step.inputs):
+        # As in the step of one replica, XLA merges constants with the operations that read them.
+        values.free.update(dict.fromkeys(step.outputs, step))
+        return True
+    results = step.run(*map(values.read, step.inputs))
+    values.once.update(zip(step.outputs, results, strict=True))
+    return True
+
+
+def _is_sum(step: Communication) -> TypeGuard[Collective]:
+    """Whether a communication is a sum over all replicas."""
+    return isinstance(step, Collective) and step.primitive == "psum" and step.spans_all
