@@ -122,6 +122,8 @@ ONE_BY_ONE = {
     "vmap": (lambda _, x: jax.vmap(lambda r: jnp.linalg.norm(jnp.outer(r, r) @ r))(x), X),
     "flattened": (lambda _, x, w: (x.reshape(-1, 8) @ w).reshape(ROWS, 28).sum(1), LONG, WEIGHTS),
     "siamese": (siamese, X),
+    "tiled": (lambda _, x: jnp.tile(x, 2).sum(-1), X),
+    "unstacked": (lambda _, x: sum(jnp.unstack(x, axis=1)), X),
     "keys of examples": (with_keys, X),
     "remat": (lambda _, x: jax.checkpoint(lambda x: jnp.sin(x).sum(-1))(x), X),
     "cond": (lambda _, x: jax.lax.cond(True, lambda x: x.sum(-1), lambda x: x.max(-1), x), X),
@@ -163,6 +165,9 @@ EXCLUDED = {  # padding does not enter
     ),
 }
 ACROSS = {
+    "tiled": (lambda _, x: jnp.tile(x, 2).sum(-1) - jnp.tile(x, 2).mean(0).sum(), X),
+    "unstacked": (lambda _, x: x.sum(-1) - jnp.unstack(x, axis=1)[0].mean(), X),
+    "unstacked rows": (lambda _, x: x.sum(-1) - jnp.unstack(x, axis=0)[0].sum(), X),
     "synchronized batch norm": (normalized(AXIS), X),
     "batch norm": (normalized(), X),
     "means of means": (normalized(AXIS, masked=True), X),

@@ -151,6 +151,21 @@ def _squeeze(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
     return operands[0].moved(move)
 
 
+def _tile(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    repeated = {axis for axis, count in enumerate(eqn.params["reps"]) if count != 1}
+    is_known = not any(row.axis in repeated for row in operands[0].axes)
+    return operands[0] if is_known else unknown(operands, line)
+
+
+def _unstack(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    axis = eqn.params["axis"]
+
+    def move(row: RowAxis) -> tuple[RowAxis, ...]:
+        return () if row.axis == axis else (row.at(row.axis - (row.axis > axis)),)
+
+    return _picked(operands[0], {axis}, line).moved(move)
+
+
 def _stack(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
     axis = eqn.params["axis"]
     return join(operands).moved(lambda row: (row.at(row.axis + (row.axis >= axis)),))
@@ -420,6 +435,8 @@ RULES: dict[str, Rule] = {
     "split": _split,
     "concatenate": _concatenate,
     "stack": _stack,
+    "tile": _tile,
+    "unstack": _unstack,
     "pad": _pad,
     "dynamic_update_slice": _update,
     "dot_general": _dot,
