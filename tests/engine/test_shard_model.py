@@ -290,7 +290,8 @@ def test_gathers_are_those_of_the_compiled_program(name):
     unread = name == "MultiSteps"  # XLA finds that a branch does not read what it gets
     assert sent["all-gather"] == planned["all-gather"] - unread
     assert sent["reduce-scatter"] == planned["reduce-scatter"]
-    assert planned["reduce-scatter"] > 0 or name in ("adafactor", "muon")  # which read them whole
+    # The others read gradients whole: the last one in JAX 0.12.
+    assert planned["reduce-scatter"] > 0 or name in ("adafactor", "muon", "MultiSteps")
 
 
 def layers(count, *, scans, remat):

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 import mirror
 from tests.fuzz.generate import generate
@@ -23,6 +24,7 @@ from tests.fuzz.program import (
     statements,
 )
 from tests.fuzz.reference import Hang, simulate
+from tests.support.inside import slice_arrays_from
 
 NUM_INPUTS = 6
 _SHRINK_SECS = 10.0
@@ -174,7 +176,8 @@ def _compared(
             return Failure(f"{name} marks", f"v{number} is not marked as in the proof")
         wanted = [row[i] for row in outcome]
         if is_mirrored:
-            got = [shard.data for shard in result.addressable_shards]
+            copies = [shard.data for shard in result.addressable_shards]
+            got = copies if result.is_fully_replicated else [result]  # in slices
             wanted = [wanted[0]] * len(got)
         else:
             got = list(result.values)
@@ -200,7 +203,14 @@ def cpu_strategies() -> dict[str, mirror.Strategy]:
         "pairs": mirror.MirroredStrategy(cpus[:2], replicas_per_device=2),
         "staged": mirror.MirroredStrategy(cpus[:4], cross_device_ops=ops),
         "in turn": mirror.MirroredStrategy(cpus[:2], replicas=4),
+        "in slices": _in_slices(cpus[:4]),
     }
+
+
+def _in_slices(devices: list[jax.Device]) -> mirror.Strategy:
+    with pytest.MonkeyPatch.context() as patch:
+        slice_arrays_from(1, patch)
+        return mirror.MirroredStrategy(devices, shard="model")
 
 
 # The search

@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 import mirror
+from tests.support.inside import slice_arrays_from
 
 INPUTS, WIDTH, OUTPUTS = 4, 5, 3
 RATE = 0.1
@@ -31,6 +33,7 @@ DTYPES = {
 }
 MIXES = ("none", "mean", "masked mean", "gather", "masked gather", "own")
 LOSSES = ("plain", "weighted", "integers", "parameters")
+SHARDS = ("none", "optimizer", "model")
 MAPPINGS = ("pmap", "vmap", "pairs", "staged")
 
 
@@ -122,7 +125,7 @@ def generate(seed: int) -> Case:
         bool(rng.rand() < 0.3),
         bool(rng.rand() < 0.3),
         str(rng.choice(["float32", "bfloat16"])) if rng.rand() < 0.15 else None,
-        bool(mapping == "pmap" and replicas > 1 and rng.rand() < 0.3),
+        str(rng.choice(SHARDS, p=[0.6, 0.15, 0.25])) if mapping == "pmap" else "none",
         tuple(str(x) for x in rng.choice([*DTYPES], rng.randint(0, 4), replace=False)),
     )
 
@@ -284,7 +287,9 @@ def strategy_of(case: Case) -> mirror.MirroredStrategy:
             return mirror.MirroredStrategy(devices[: n // 2], replicas_per_device=2)
         case "staged":
             return mirror.MirroredStrategy(devices[:n], mirror.ReductionToOneDevice())
-    return mirror.MirroredStrategy(devices[:n], shard=case.shard)
+    with pytest.MonkeyPatch.context() as patch:
+        slice_arrays_from(1, patch)
+        return mirror.MirroredStrategy(devices[:n], shard=case.shard)
 
 
 def trainer_of(case: Case) -> mirror.Trainer[Net]:
