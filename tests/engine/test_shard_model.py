@@ -14,7 +14,7 @@ from flax import linen, nnx
 from jax import lax
 
 import mirror
-from tests.support.inside import compiled_step, slice_arrays_from
+from tests.support.inside import compiled_step, give_host_memory, slice_arrays_from
 from tests.support.strategies import cpu_strategy
 from tests.support.tables import rows
 
@@ -457,6 +457,45 @@ def test_sliced_state_is_copied_printed_and_averaged():
     averaged = strategy.run(average, (copied, params), donate_argnums=0)
     assert is_sliced(averaged["w"])
     assert_close(averaged, params)
+
+
+class Layers(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(64, 64, rngs=rngs) for _ in range(8)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+CHOICES = {  # KiB of each device: what is stored in slices, and words of the reason
+    "no limit": (None, "none", ["none, because the memory"]),
+    "all fits": (4096, "none", ["none; it needs"]),
+    "the weights fit": (540, "optimizer", ["because none needs", "of 486.0 KiB on each device"]),
+    "slices fit": (460, "model", ["because optimizer needs", "of 414.0 KiB", "and keeps"]),
+    "nothing fits": (50, "model", ["model, although it needs"]),
+}
+
+
+@rows("name", list(CHOICES))
+def test_auto_stores_state_in_the_first_way_that_fits(name, monkeypatch, caplog):
+    kib, wanted, words = CHOICES[name]
+    give_host_memory(None if kib is None else N * kib * 1024, monkeypatch)
+    strategy = cpu_strategy(N, shard="auto")
+    caplog.clear()
+    data = (np.tile(DATA[0], 4),) * 2
+    with caplog.at_level("INFO", logger="mirror"), strategy.scope():
+        trainer = mirror.Trainer(Layers(nnx.Rngs(0)), optax.adam(1e-2), "mse")
+        before = trainer.evaluate(data, batch_size=16)
+        assert strategy.shard == "model"  # not chosen before a step changes state
+        losses = trainer.fit(data, epochs=2, batch_size=16, progress=False)["loss"]
+    (said,) = [r for r in caplog.messages if "shard='auto'" in r]
+    assert all(word in said for word in words), said
+    assert strategy.shard == wanted
+    kernel = trainer.model.layers[0].kernel.get_value()
+    assert is_sliced(kernel) is (wanted == "model")
+    assert trainer.evaluate(data, batch_size=16)["loss"] < losses[0] == before["loss"]
 
 
 def test_scope_stores_nothing_in_slices_where_it_has_no_effect(caplog):

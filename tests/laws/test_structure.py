@@ -76,19 +76,19 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(991, 23, 14),
-    "devices": Size(2094, 24, 26),
-    "cluster": Size(1100, 9, 20),
+    "base": Size(1000, 24, 14),
+    "devices": Size(2102, 24, 26),
+    "cluster": Size(1099, 9, 20),
     "jaxprs": Size(2926, 24, 29),
-    "passes": Size(2602, 21, 35),
-    "engine": Size(5130, 55, 68),
-    "inspection": Size(2009, 16, 23),
+    "passes": Size(2605, 21, 35),
+    "engine": Size(5234, 56, 69),
+    "inspection": Size(2010, 16, 23),
     "data": Size(1458, 14, 28),
     "keras": Size(511, 7, 7),
-    "strategy": Size(996, 8, 8),
-    "training": Size(5477, 37, 66),
-    "ps": Size(4009, 20, 81),
-    "tools": Size(3172, 41, 33),
+    "strategy": Size(1002, 8, 8),
+    "training": Size(5470, 37, 66),
+    "ps": Size(4004, 20, 81),
+    "tools": Size(3171, 41, 33),
 }
 
 

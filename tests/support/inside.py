@@ -56,6 +56,7 @@ from mirror._src.devices import unused_gpus as unused_gpu_module
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine import (
     argument_placer,
+    auto_shard,
     choice,
     compiled,
     executor,
@@ -726,7 +727,12 @@ def compiled_step(
 
 def slice_arrays_from(num_bytes: int, patch: pytest.MonkeyPatch) -> None:
     """Lets `shard="model"` store arrays of this size in slices, for small tests."""
-    patch.setattr(choice, "_SLICE_BYTES", num_bytes)
+    patch.setattr(choice, "SLICE_BYTES", num_bytes)
+
+
+def give_host_memory(num_bytes: int | None, patch: pytest.MonkeyPatch) -> None:
+    """Makes the machine have this much memory, for `shard="auto"`."""
+    patch.setattr(auto_shard, "host_memory", lambda: num_bytes)
 
 
 def forget_strategies() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 Array: TypeAlias = jax.Array
 ArrayLike: TypeAlias = jax.typing.ArrayLike
 PyTree: TypeAlias = Any
-Shard: TypeAlias = Literal["none", "optimizer", "model"]
+Shard: TypeAlias = Literal["none", "optimizer", "model", "auto"]
 StepFunction: TypeAlias = Callable[..., Any]
 
 K = TypeVar("K")

@@ -174,6 +174,12 @@ def _devices(model: GpuModel, count: int, hosts: int) -> tuple[jax.Device, ...]:
     return tuple(topology.devices)
 
 
+def memory_of(device: jax.Device) -> int | None:
+    """Returns the bytes of memory of one of `described_gpus`; `None` for other devices."""
+    names = {model.name: model.memory for model in GPU_MODELS.values()}
+    return names.get(device.device_kind) if is_described(device) else None
+
+
 def is_described(device: jax.Device) -> bool:
     """Whether a device is one of `described_gpus`."""
     return device in _topologies

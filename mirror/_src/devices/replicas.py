@@ -1,5 +1,6 @@
 """The devices of the replicas, their mesh, and the layout of arrays on them."""
 
+import copy
 import functools
 import math
 from collections.abc import Iterable, Sequence
@@ -77,7 +78,8 @@ class ReplicaDevices:
         axis_name: Name of the replica axis.
         in_turn: Whether each device runs its replicas in turn, which gives the same bits on any
             number of devices.
-        slice_bytes: Size from which mirrored state is stored in slices, one on each device.
+        slice_bytes: Size from which mirrored state is stored in slices, one on each device;
+            infinite if a step decides. `None` if nothing is.
 
     Attributes:
         devices: Device of each replica.
@@ -102,7 +104,7 @@ class ReplicaDevices:
         axis_name: str = REPLICA_AXIS,
         *,
         in_turn: bool = False,
-        slice_bytes: float = math.inf,
+        slice_bytes: float | None = None,
     ) -> None:
         self.devices = devices
         self.in_turn = in_turn
@@ -202,9 +204,7 @@ class ReplicaDevices:
 
     def store(self, value: Array | np.ndarray | np.generic | float) -> Array:
         """Returns a copy of state that shares no buffer with `value`: mirrored, or in slices."""
-        if math.isinf(self.slice_bytes):
-            return self.mirror(value)
-        axis = stored_axis(jax.typeof(value), len(self), self.slice_bytes)
+        axis = self.stored_axis(value) if self.slice_bytes is not None else None
         if axis is None:
             return self.mirror(value)
         if isinstance(value, jax.Array) and self.is_sharded(value):
@@ -213,8 +213,19 @@ class ReplicaDevices:
 
     def is_stored(self, value: Array) -> bool:
         """Whether state is where `store` would put it."""
-        axis = stored_axis(jax.typeof(value), len(self), self.slice_bytes)
-        return self.is_mirrored(value) if axis is None else self.is_sharded(value)
+        is_whole = self.slice_bytes is None or self.stored_axis(value) is None
+        return self.is_mirrored(value) if is_whole else self.is_sharded(value)
+
+    def stored_axis(self, value: Any) -> int | None:
+        """Returns the axis along which state is stored in slices; `None` if it is whole."""
+        min_bytes = math.inf if self.slice_bytes is None else self.slice_bytes
+        return stored_axis(jax.typeof(value), len(self), min_bytes)
+
+    def sliced_from(self, slice_bytes: float | None) -> "ReplicaDevices":
+        """Returns the same devices, which store state in other slices."""
+        other = copy.copy(self)
+        other.slice_bytes = slice_bytes
+        return other
 
     def copy(self, value: Array) -> Array:
         """Returns a copy with the same layout, mirrored or sharded, that shares no buffer."""

@@ -48,6 +48,7 @@ class Analysis(NamedTuple):
         finish: The program after the proved one, whose inputs are its inputs and its outputs: it
             averages and merges state, and selects the outputs. None if there are problems.
         final: The program after the passes.
+        has_state: Whether the step changes objects, or returns the new value of an argument.
     """
 
     traced: TracedStep
@@ -58,6 +59,7 @@ class Analysis(NamedTuple):
     plan: Plan
     finish: ClosedJaxpr | None
     final: Program
+    has_state: bool
 
 
 def analyze(
@@ -127,7 +129,8 @@ def analyze(
         state = _state(call, traced, plan, donated)
         settings = settings._replace(state=state, **slices._asdict())
     final = rewritten(programs, settings)
-    return Analysis(traced, notes, marks, outcomes, problems, plan, finish, final)
+    has_state = bool(changed or settings.state)
+    return Analysis(traced, notes, marks, outcomes, problems, plan, finish, final, has_state)
 
 
 def _state(

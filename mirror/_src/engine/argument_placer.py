@@ -53,18 +53,14 @@ class ArgumentPlacer:
     Args:
         group: The strategy.
         replicas: Devices of the replicas.
-        holds_slices: Whether programs may shard arrays that would otherwise be mirrored.
 
     Attributes:
         recent: The mirrored arrays that recent launches have returned.
     """
 
-    def __init__(
-        self, group: ReplicaGroup, replicas: ReplicaDevices, *, holds_slices: bool
-    ) -> None:
+    def __init__(self, group: ReplicaGroup, replicas: ReplicaDevices) -> None:
         self._group = group
         self._replicas = replicas
-        self._holds_slices = holds_slices
         # Accepted shardings by id, because comparing the shardings of hundreds of leaves by value
         # would cost as much as a launch. JAX gives all results of a program the same object: ours,
         # or an equal one that it has seen before.
@@ -311,7 +307,7 @@ class ArgumentPlacer:
         if isinstance(leaf, jax.Array):
             if self._replicas.is_stored(leaf):
                 return leaf
-            if self._holds_slices and self._replicas.is_sharded(leaf):
+            if self._replicas.slice_bytes is not None and self._replicas.is_sharded(leaf):
                 return leaf  # the program is not known yet: it may require shards
         return self._replicas.store(leaf)
 

@@ -24,18 +24,19 @@ from mirror._src.passes.collective_rules import uses_gloo
 from mirror._src.passes.program import Slices
 
 _logger = logging.getLogger("mirror")
-_SLICE_BYTES = 2**16  # to gather a smaller array would cost more than it saves
+SLICE_BYTES = 2**16  # to gather a smaller array would cost more than it saves
 _TEST_SECS = 30.0  # XLA itself ends the process if NCCL has not started after about 40 s
 
 
-def choose(replicas: ReplicaDevices, ops: CrossDeviceOps, shard: Shard = "none") -> Executor:
+def choose(
+    replicas: ReplicaDevices, ops: CrossDeviceOps, kept_bytes: int | None = None
+) -> Executor:
     """Returns the executor for the steps of a strategy.
 
     Args:
         replicas: Devices of the replicas.
         ops: Implements the collectives.
-        shard: What to store in slices. If that is not possible, every device stores the whole
-            state, and the reason is logged.
+        kept_bytes: Bytes of gathered weights that steps keep; see `Slices`.
 
     Raises:
         ValueError: If `ops` is `AllReduce` and the devices are of several types.
@@ -49,12 +50,9 @@ def choose(replicas: ReplicaDevices, ops: CrossDeviceOps, shard: Shard = "none")
             f"AllReduce cannot connect {backend.names(replicas.devices)}, which are devices of "
             "several types. Omit cross_device_ops, or pass mirror.ReductionToOneDevice()."
         )
-    reason = _reason_not_to_shard(replicas, ops)
-    if shard != "none" and reason:
-        _logger.info("shard=%r has no effect: %s", shard, reason)
     if replicas.are_mixed or not ops._is_compiled():
         return _staged(replicas, ops)
-    spans = replicas.spans_processes
+    spans, sliced = replicas.spans_processes, replicas.slice_bytes
     # With a fixed number of replicas, any number of devices runs the same program.
     on_cpu = backend.type_of(replicas.devices[0]) == "CPU"
     pack_bytes = ops._packed_bytes(
@@ -63,14 +61,14 @@ def choose(replicas: ReplicaDevices, ops: CrossDeviceOps, shard: Shard = "none")
     )
     executor = MeshExecutor(
         replicas,
-        slices=None if reason or shard == "none" else Slices(replicas.slice_bytes),
+        slices=None if sliced is None else Slices(sliced, kept_bytes),
         pack_bytes=pack_bytes if len(replicas) > 1 else 0,
         reduction=None if isinstance(ops, AllReduce) else ops._reduce_in_step,
     )
     why = {
         "jit": "single replica",
         "pmap": "one replica per device, devices of one type",
-        "shard_map": "several processes" if spans else f"shard={shard!r}",
+        "shard_map": "several processes" if spans else "state in slices",
         "vmap": "several replicas per device",
         "in turn": "a fixed number of replicas",
     }
@@ -79,10 +77,18 @@ def choose(replicas: ReplicaDevices, ops: CrossDeviceOps, shard: Shard = "none")
     return executor
 
 
-def slice_bytes(replicas: ReplicaDevices, ops: CrossDeviceOps, shard: Shard) -> float:
-    """Returns the size from which mirrored state is stored in slices."""
-    is_sliced = shard == "model" and not _reason_not_to_shard(replicas, ops)
-    return _SLICE_BYTES if is_sliced else math.inf
+def slice_bytes(replicas: ReplicaDevices, ops: CrossDeviceOps, shard: Shard) -> float | None:
+    """Returns the size from which mirrored state is stored in slices; see `ReplicaDevices`.
+
+    If nothing can be, the reason is logged.
+    """
+    if shard == "none":
+        return None
+    reason = _reason_not_to_shard(replicas, ops)
+    if reason:
+        _logger.info("shard=%r has no effect: %s", shard, reason)
+        return None
+    return math.inf if shard == "optimizer" else SLICE_BYTES
 
 
 def _require_xla(replicas: ReplicaDevices, ops: CrossDeviceOps) -> None:

@@ -36,6 +36,11 @@ class CompiledProgram(abc.ABC):
     def compile(self) -> None:
         """Makes XLA compile the program before it first runs. Not in two threads at a time."""
 
+    @property
+    def peak_bytes(self) -> int | None:
+        """Bytes that the compiled program needs on each device; `None` if they are unknown."""
+        return None
+
 
 @final
 class MeshProgram(CompiledProgram):
@@ -63,6 +68,7 @@ class MeshProgram(CompiledProgram):
         self._described = described
         self._types = types
         self._is_compiled = False
+        self._memory: Any = None
         self._weak_outputs: dict[tuple[bool, ...], Sequence[bool]] = {}
         self._ends_in_python = ends_in_python
         self._compiled = compiled
@@ -109,11 +115,20 @@ class MeshProgram(CompiledProgram):
                 # JAX keeps the executable, which later calls with arrays of these types find; see
                 # `tests/engine/test_compiling_in_threads.py`.
                 with _cache_entry(self._described.name):
-                    lowered.compile()
+                    self._memory = lowered.compile().memory_analysis()
                 avals = traced.jaxpr.out_avals
                 self._weak_outputs[key] = [getattr(aval, "weak_type", False) for aval in avals]
                 self._is_compiled = True
         return self._weak_outputs[key]
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """See `CompiledProgram`."""
+        memory = self._memory
+        if memory is None:
+            return None
+        sizes = memory.argument_size_in_bytes, memory.output_size_in_bytes
+        return sum(sizes) - memory.alias_size_in_bytes + memory.temp_size_in_bytes
 
     def lower(self, leaves: Sequence[Any]) -> jax.stages.Lowered:
         """Returns the program lowered for these leaves, for its text and memory analysis."""

@@ -7,6 +7,7 @@ arrays.
 """
 
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 
 from mirror._src.base.naming import name_of
-from mirror._src.base.types import PyTree, Shard, StepFunction
+from mirror._src.base.types import PyTree, StepFunction
 from mirror._src.cluster import store
 from mirror._src.cluster.ledger import ledger
 from mirror._src.devices.forked import require_not_forked, started_in
@@ -34,11 +35,12 @@ from mirror._src.engine.arguments import (
     require_no_tracers,
     require_static,
 )
+from mirror._src.engine.auto_shard import fitting
 from mirror._src.engine.call import Call
 from mirror._src.engine.choice import choose
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
 from mirror._src.engine.examined import ExaminedStep, examine, require_no_escaped_arrays
-from mirror._src.engine.executor import SignatureChanged
+from mirror._src.engine.executor import Executor, SignatureChanged
 from mirror._src.engine.host_values import HostValues
 from mirror._src.engine.mesh import outside_traces
 from mirror._src.engine.nnx.record import Record
@@ -59,6 +61,7 @@ from mirror._src.engine.variable import Variable
 from mirror._src.jaxprs.trace import abstract, abstract_row, context_token
 from mirror._src.passes.callbacks import in_callback
 
+_logger = logging.getLogger("mirror")
 _MAX_ATTEMPTS = 4  # find; make; reshard; again, if another thread changed JAX's settings
 
 
@@ -81,17 +84,20 @@ class Runner:
         group: ReplicaGroup,
         replicas: ReplicaDevices,
         ops: CrossDeviceOps,
-        shard: Shard = "none",
+        *,
+        chooses: bool = False,
     ) -> None:
         require_not_forked()
         self._process = started_in()
         self.replicas = replicas
-        self._executor = choose(replicas, ops, shard)
-        self.holds_slices = self._executor.slices is not None
+        self._ops = ops
+        self._executor = choose(replicas, ops)
+        self._chooses = chooses
+        self.choice = ""
         self._steps = Steps()
         self._group = group
-        self._placer = ArgumentPlacer(group, replicas, holds_slices=self.holds_slices)
-        self._objects = ObjectTable(replicas, holds_slices=self.holds_slices)
+        self._placer = ArgumentPlacer(group, replicas)
+        self._objects = ObjectTable(replicas)
         self._host_values: HostValues | None = None
         if replicas.spans_processes:
             self._host_values = HostValues(self._objects)
@@ -115,6 +121,11 @@ class Runner:
             if store.stop is None or self._host_values is None:
                 raise
             store.require_not_stopped(error)  # of which this error is a consequence
+
+    @property
+    def holds_slices(self) -> bool:
+        """Whether programs may store state in slices."""
+        return self._executor.slices is not None
 
     def borrow(self, tree: PyTree) -> PyTree:
         """Returns mirrored arrays for `run`; see `ArgumentPlacer.borrow`."""
@@ -195,8 +206,9 @@ class Runner:
                         program.num_reshards += 1
                         reshards = True
                         continue
+            before = self.choice
             found = key, self._find(call, key, leaves, compiles=True)
-            reshards = self.holds_slices
+            reshards = self.holds_slices or self.choice != before
         raise RuntimeError(
             f"{name_of(fn)} was traced several times, but JAX requested another trace "
             "every time, because its configuration changed. Do not change jax.config in the step, "
@@ -413,19 +425,51 @@ class Runner:
         known = self._steps.of(call.fn).traces
         return trace_step(self._group, self.replicas.axis_name, call, types, known)
 
-    def _analyze(self, call: Call, types: Types, *, reports: bool = False) -> Analysis:
+    def _analyze(
+        self,
+        call: Call,
+        types: Types,
+        executor: Executor | None = None,
+        *,
+        reports: bool = False,
+    ) -> Analysis:
+        executor = executor or self._executor
         return analyze(
             call,
             self._trace(call, types),
-            slices=self._executor.slices,
-            pack_bytes=self.pack_bytes,
+            slices=executor.slices,
+            pack_bytes=executor.pack_bytes,
             donated=None if reports else call.donate_argnums,
             reports=reports,
         )
 
+    def _choose(self, call: Call, types: Types) -> None:
+        """Chooses how the state is stored, by the memory that a step needs."""
+
+        def make(slice_bytes: float | None, kept_bytes: int | None) -> StepProgram:
+            executor = choose(self.replicas.sliced_from(slice_bytes), self._ops, kept_bytes)
+            program = StepProgram(self._analyze(call, types, executor), call, executor)
+            program.compiled.compile()
+            return program
+
+        choice = fitting(make, self.replicas)
+        with self._running:
+            self._chooses = False
+            self.choice = choice.why
+            self.replicas.slice_bytes = choice.slice_bytes
+            self._executor = choose(self.replicas, self._ops, choice.kept_bytes)
+            # Other programs, and records of where arrays are, do not fit any more.
+            self._steps.forget_programs()
+            self._placer = ArgumentPlacer(self._group, self.replicas)
+            self._objects = ObjectTable(self.replicas)
+        _logger.info("shard='auto': %s", choice.why)
+
     def _make(self, call: Call, types: Types) -> StepProgram:
         """Makes a program, and issues its warnings."""
         analysis = self._analyze(call, types)
+        if self._chooses and analysis.has_state:
+            self._choose(call, types)
+            analysis = self._analyze(call, types)
         program = StepProgram(analysis, call, self._executor)
         self._placer.accept_sharded(program.final)
         warned, lone = self._steps.of(call.fn).warned, self._steps.lone(call.fn)

@@ -111,6 +111,11 @@ class Steps:
             self._steps.clear()
             self._lone.clear()
 
+    def forget_programs(self) -> None:
+        """Forgets the programs, but not the traces."""
+        for step in self._steps.values():
+            step.programs.clear()
+
     def _dropped(self, step: Step) -> None:
         ran = {id(program): program.runs for program in step.programs.values()}
         if step.code is not None and ran and max(ran.values()) <= 1:

@@ -63,6 +63,7 @@ class ProgramReport:
         sharding: With `shard=`, one row per array of the state that the step changes, and per array
             that is stored in slices: the axis and how often it is gathered, or the reason why it is
             mirrored. State outside nnx objects is assumed to be donated.
+        shard: With `shard="auto"`, once a step has been run: how the state is stored, and why.
         device_dependent: With `replicas=`, the operations whose results may depend on the number of
             devices, such as host callbacks. Empty if the step has the same bits on any number of
             devices. None without `replicas=`.
@@ -75,6 +76,7 @@ class ProgramReport:
     collectives: tuple[CollectiveRow, ...]
     problems: tuple[str, ...] = ()
     sharding: tuple[ValueRow, ...] = ()
+    shard: str = ""
     device_dependent: tuple[str, ...] | None = None
     _compare: Callable[[], EqualityReport] = field(kw_only=True, repr=False, compare=False)
 
@@ -131,12 +133,15 @@ class ProgramReport:
         communication = (
             str(self.collectives_table) if self.collectives else "The step has no collectives."
         )
-        sharded = [str(self.sharding_table)] if self.sharding else []
+        sharded = [f"shard: {self.shard}"] if self.shard else []
+        sharded += [str(self.sharding_table)] if self.sharding else []
         parts = [self.heading, str(self.values_table), *sharded, communication, *self.problems]
         return wrap("\n\n".join(parts))
 
     def _repr_html_(self) -> str:
         parts = [f"<b>{html.escape(self.heading)}</b>", self.values_table._repr_html_()]
+        if self.shard:
+            parts.append(html.escape(f"shard: {self.shard}"))
         if self.sharding:
             parts.append(self.sharding_table._repr_html_())
         if self.collectives:
@@ -174,6 +179,7 @@ def describe_program(
         tuple(collectives_of(final, runner.pack_bytes, after_step)),
         tuple(analysis.problems),
         tuple(_list_sharding(call, step.avals, final, len(runner.replicas))),
+        runner.choice,
         tuple(dict.fromkeys(_device_dependent(final))) if runner.replicas.in_turn else None,
         _compare=functools.partial(compare, call, analysis, single),
     )

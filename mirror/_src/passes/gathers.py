@@ -14,7 +14,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from mirror._src.jaxprs.equations import Scan, is_ref
+from mirror._src.jaxprs.equations import Scan
 from mirror._src.jaxprs.primitives import CONTROL, ELEMENTWISE, GENERAL, SHAPING
 from mirror._src.passes.program import (
     Atom,
@@ -126,8 +126,6 @@ def _other_operands(operations: Sequence[Operation], whole: Value) -> list[Value
 
 
 def _is_number(value: Value) -> bool:
-    if is_ref(value):
-        return False
     dtype = value.aval.dtype
     is_extended = jnp.issubdtype(dtype, jax.dtypes.extended)
     return not is_extended and dtype.itemsize <= 8 and math.prod(value.aval.shape) > 0

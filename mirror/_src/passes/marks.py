@@ -4,7 +4,7 @@ import math
 from collections.abc import Container, Sequence
 
 from mirror._src.base.types import REPLICA_AXIS
-from mirror._src.jaxprs.equations import Scan, is_ref
+from mirror._src.jaxprs.equations import Scan
 from mirror._src.jaxprs.marks import MIRRORED, Mark
 from mirror._src.jaxprs.primitives import ELEMENTWISE, REDUCTION
 from mirror._src.jaxprs.proof import Proof
@@ -93,11 +93,7 @@ class Marks:
         if axes:
             return [_of_slices(operation, axes)]
         eqn = operation.eqn
-        if any(map(is_ref, (*eqn.invars, *eqn.outvars))):
-            # A per-replica value may have been written to it.
-            marks = [Mark(operation.name)] * len(eqn.outvars)
-        else:
-            marks = self._proof.equation(eqn, list(map(self._mark, operation.inputs)))
+        marks = self._proof.equation(eqn, list(map(self._mark, operation.inputs)))
         known = {id(self._mark(atom).source) for atom in operation.inputs} - {id(None)}
         for value, mark in zip(operation.outputs, marks, strict=True):
             # A variable of an inner program has a different value in every call.
@@ -125,7 +121,7 @@ def require_layouts(program: Program, num_replicas: int, known: Container[Operat
         AssertionError: If an operation reads a slice as if it were whole, or if a value that every
             replica must hold may differ.
     """
-    marks, computed = Marks(program.inputs, num_replicas), set(program.inputs)
+    marks, computed = program.marks or Marks(program.inputs, num_replicas), set(program.inputs)
     for operation in program.operations:
         assert computed.issuperset(values_of(operation.inputs)), f"{operation.eqn} reads a slice"
         computed.update(operation.outputs)

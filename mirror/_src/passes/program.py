@@ -137,12 +137,14 @@ class Program(NamedTuple):
         operations: Its operations, in an order in which they can be evaluated.
         outputs: Its outputs.
         reasons: For state that is not sharded, the reason, by position of the input.
+        marks: The `Marks` of the values before the passes; `None` if they are unknown.
     """
 
     inputs: list[Value]
     operations: list[Operation]
     outputs: list[Atom]
     reasons: Mapping[int, str] = {}
+    marks: Any = None
 
     def everywhere(self) -> Iterator[Operation]:
         """Yields all operations, also in packs and in the bodies of loops."""

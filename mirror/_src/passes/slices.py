@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 from mirror._src.base.dtypes import num_bytes
 from mirror._src.devices.replicas import shard_axis, stored_axis
 from mirror._src.jaxprs.collective_eqns import names_axis
-from mirror._src.jaxprs.equations import Scan, is_ref
+from mirror._src.jaxprs.equations import Scan
 from mirror._src.jaxprs.primitives import ADDITION, ELEMENTWISE, REDUCTION, op_of
 from mirror._src.jaxprs.trace import struct_of, trace
 from mirror._src.passes.marks import Marks
@@ -156,7 +156,7 @@ class Slicing:
                 outputs.append(self.slices[atom])
             else:
                 outputs.append(self.read(atom, makers.get(atom)))
-        return Program(self.inputs(), self.operations, outputs, self.plan.reasons)
+        return Program(self.inputs(), self.operations, outputs, self.plan.reasons, self.old.marks)
 
     def inputs(self) -> list[Value]:
         """Returns the inputs of the program."""
@@ -176,8 +176,9 @@ class Slicing:
         elif (axis := self.local_axis(operation)) is not None:
             self.locally(operation, axis)
         elif operation.name != "scan" or not self.loop(operation):
-            inputs = [self.read(atom, operation) for atom in operation.inputs]
-            self.keep(operation, inputs)
+            # One value for each operand: a loop may rely on two operands being the same.
+            whole = {atom: self.read(atom, operation) for atom in dict.fromkeys(operation.inputs)}
+            self.keep(operation, [whole[atom] for atom in operation.inputs])
 
     def keep(self, operation: Operation, inputs: list[Atom]) -> None:
         """Adds an operation that reads whole values."""
@@ -302,8 +303,6 @@ class Slicing:
 
     def loop(self, operation: Operation) -> bool:
         """Adds a `scan` whose body reads or returns slices; if none would, returns `False`."""
-        if any(map(is_ref, operation.eqn.invars)):
-            return False
         loop = _Loop(self, operation)
         if not loop.inputs and not loop.scattered:
             return False
@@ -423,7 +422,8 @@ class _Loop:
             value.layout = Layout(atom.layout.is_own)
         settings = self.around.settings
         marks = Marks(inputs, settings.num_replicas, settings.axis_name)
-        return flatten([scan.body], opens_slices(settings), marks.assign, inputs)
+        flat = flatten([scan.body], opens_slices(settings), marks.assign, inputs)
+        return flat._replace(marks=marks)
 
     def _sum(self, j: int) -> Operation | None:
         """Returns the addition that a carried value is only the sum of; `None` if it is not."""
@@ -455,7 +455,7 @@ class _Loop:
                 outputs.append(slicing.slices[atom])
             else:
                 outputs.append(slicing.read(atom, makers.get(atom, self.operation)))
-        return Program(slicing.inputs(), slicing.operations, outputs)
+        return Program(slicing.inputs(), slicing.operations, outputs, marks=flat.marks)
 
 
 def _is_zero(atom: Atom, program: Program) -> bool:

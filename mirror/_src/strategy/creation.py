@@ -12,7 +12,7 @@ from mirror._src.base.naming import name_of
 from mirror._src.base.source_lines import line_of
 from mirror._src.devices.launch import is_needed, launch, wait_for
 from mirror._src.devices.launches import Described
-from mirror._src.devices.replicas import Kind, ReplicaDevices, stored_axis
+from mirror._src.devices.replicas import Kind, ReplicaDevices
 from mirror._src.engine.nnx.structure import OBJECTS
 
 
@@ -69,7 +69,7 @@ def create(
 
     placed = list(map(replicas.store, arrays))
     types = jax.eval_shape(build, *placed)
-    kinds = [Kind(axis=stored_axis(t, len(replicas), replicas.slice_bytes)) for t in types]
+    kinds = [Kind(axis=replicas.stored_axis(t)) for t in types]
     program = jax.jit(build, out_shardings=list(map(replicas.sharding, kinds)))
     described = Described(name_of(fn), line_of(fn), replicas.devices, range(len(replicas)))
     outputs: list[Any] = []

@@ -75,10 +75,13 @@ class MirroredStrategy(Strategy):
             optimizer state; each device updates 1/n of every weight, and the new weights are
             gathered. `"model"`: the weights of at least 64 KiB, too; each is gathered for the
             operations that need it, forward and backward, so that a model may be larger than a
-            device. `"none"`: nothing. State that cannot be sharded exactly stays mirrored;
-            `strategy.inspect` gives the reasons. With one replica, with several replicas per
-            device, with `replicas`, or with collectives that are reduced on one device, it has no
-            effect except a log entry.
+            device. `"none"`: nothing. `"auto"`: the first of `"none"`, `"optimizer"` and `"model"`
+            with which the first step that changes state fits in 90 % of a device's memory; then as
+            many gathered weights are kept as fit. The log and `strategy.inspect` say which, and
+            why; the step is compiled up to four times. State that cannot be sharded exactly stays
+            mirrored; `strategy.inspect` gives the reasons. With one replica, with several replicas
+            per device, with `replicas`, or with collectives that are reduced on one device, it has
+            no effect except a log entry.
 
     Raises:
         ValueError: If devices are empty or repeated, if their number, `replicas` or

@@ -1,7 +1,6 @@
 """`Scope`: the context of `strategy.scope()`, in which arrays are created mirrored."""
 
 import contextlib
-import math
 from types import TracebackType
 from typing import Any, Generic, TypeVar, final
 
@@ -48,7 +47,7 @@ class Scope(Generic[S]):
                 mesh = contextlib.nullcontext()  # the trace already uses this scope's mesh
         mesh.__enter__()
         self._meshes.append(mesh)
-        if not math.isinf(self._devices.slice_bytes):
+        if self._devices.slice_bytes is not None:
             store_created()
         push_frame(Frame(strategy, devices=self._devices, task=current_task()))
         enter_scope(strategy, self._devices)

@@ -2,6 +2,7 @@
 
 import abc
 import copy
+import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import (
@@ -122,7 +123,8 @@ class Strategy(abc.ABC):
         self._replicas = replicas
         self._cross_device_ops = cross_device_ops
         self._shard: Shard = shard
-        self._runner = Runner(self, replicas, cross_device_ops, shard)
+        chooses = shard == "auto" and replicas.slice_bytes is not None
+        self._runner = Runner(self, replicas, cross_device_ops, chooses=chooses)
         strategies.add(self)
         self._single_replica: Strategy | None = None
         self._on_one_device: Runner | None = None
@@ -186,8 +188,14 @@ class Strategy(abc.ABC):
     @property
     @final
     def shard(self) -> Shard:
-        """State that is stored in slices, such as `"optimizer"`; see `MirroredStrategy`."""
-        return self._shard if self._runner.holds_slices else "none"
+        """State that is stored in slices: `"none"`, `"optimizer"` or `"model"`.
+
+        With `MirroredStrategy(shard="auto")`, `"model"` until the first step that changes state.
+        """
+        slice_bytes = self._replicas.slice_bytes
+        if slice_bytes is None:
+            return "none"
+        return "optimizer" if math.isinf(slice_bytes) else "model"
 
     @final
     def scope(self) -> Scope[Self]:
@@ -771,7 +779,8 @@ class Strategy(abc.ABC):
         kwargs = {} if kwargs is None else kwargs
         require_call(fn, args, kwargs, "explain")
         require_int("steps", steps)
-        scratch = Runner(self, self._replicas, self._cross_device_ops, self._shard)
+        replicas = self._replicas.sliced_from(self._replicas.slice_bytes)
+        scratch = Runner(self, replicas, self._cross_device_ops)
         runners = Runners(self._runner, scratch, self._single_runner())
         return explain(runners, fn, args, kwargs, data, steps)
 
@@ -843,7 +852,8 @@ class Strategy(abc.ABC):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = object.__new__(type(self))
         ops = copy.deepcopy(self._cross_device_ops, memo)
-        Strategy.__init__(twin, self._replicas, ops, shard=self._shard)
+        replicas = self._replicas.sliced_from(self._replicas.slice_bytes)
+        Strategy.__init__(twin, replicas, ops, shard=self._shard)
         return twin
 
     def __str__(self) -> str:

@@ -33,12 +33,10 @@ class ObjectTable:
 
     Args:
         replicas: Devices of the replicas.
-        holds_slices: Whether leaves may stay sharded over the devices.
     """
 
-    def __init__(self, replicas: ReplicaDevices, *, holds_slices: bool = False) -> None:
+    def __init__(self, replicas: ReplicaDevices) -> None:
         self._replicas = replicas
-        self._holds_slices = holds_slices
         self._records: OrderedDict[tuple[int, ...], tuple[list[Any], Record]] = OrderedDict()
         self._structures: WeakValueDictionary[Hashable, Structure] = WeakValueDictionary()
 
@@ -85,7 +83,7 @@ class ObjectTable:
     def _is_placed(self, leaf: Array) -> bool:
         if self._replicas.is_stored(leaf):
             return True
-        return self._holds_slices and self._replicas.is_sharded(leaf)
+        return self._replicas.slice_bytes is not None and self._replicas.is_sharded(leaf)
 
     def _mirror(
         self, record: Record, leaves: list[Any], roots: Callable[[], Sequence[str]]

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirror._src.base.errors import bytes_in_words, expected
+from mirror._src.base.host_memory import host_memory
 from mirror._src.base.types import ARRAY_LIKE
 from mirror._src.training.paths import is_remote, put
 
@@ -89,7 +90,6 @@ def _check_array(name: Any, value: Any) -> None:
 FORMAT = 1
 UNFINISHED = ".unfinished"
 _MOST_HEADER = 100_000_000  # bytes that readers of the format accept
-_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _TYPES = {  # dtypes that all readers know; others are stored as bytes
     **{"bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "bfloat16": "BF16"},
     **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
@@ -225,14 +225,8 @@ def _places(entries: Mapping[str, Any]) -> dict[str, int]:
 
 def _require_memory(count: int) -> None:
     """Checks that arrays can be held in memory: terabytes of zeros need no room on a disk."""
-    limits = []
-    with contextlib.suppress(AttributeError, ValueError, OSError):  # not on Windows
-        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for file in _LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # "max"
-            limits.append(int(Path(file).read_text(encoding="utf-8")))
-    limit = min(limits, default=count)
-    if count > limit:
+    limit = host_memory()
+    if limit is not None and count > limit:
         raise MemoryError(
             f"its arrays need {bytes_in_words(count)}, but this process can use at most "
             f"{bytes_in_words(limit)} of memory"
