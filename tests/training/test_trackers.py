@@ -21,6 +21,7 @@ from mirror import callbacks
 from tests.support.messages import assert_message, raises
 from tests.support.packages import optional
 from tests.support.tensorboard_events import events
+from tests.support.waiting import wait_until
 
 optional("wandb")  # sets environment variables
 X = np.random.RandomState(0).randn(12, 3).astype("float32")
@@ -48,6 +49,8 @@ def records_of(file):
             place += 32768 - place % 32768
             continue
         _, size, kind = struct.unpack_from("<IHB", data, place)
+        if place + 7 + size > len(data):
+            return  # it is being written
         parts += data[place + 7 : place + 7 + size]
         place += 7 + size
         if kind in (1, 4):  # whole, or the last part
@@ -58,6 +61,8 @@ def records_of(file):
 def of_wandb(tmp_path, known) -> tuple:
     config, metrics, files = {}, defaultdict(dict), set()
     for file in sorted(tmp_path.glob(f"**/run-{known}.wandb")):
+        # Its service writes the file, perhaps after `finish`.
+        wait_until(lambda: any(record.HasField("exit") for record in records_of(file)))
         for record in records_of(file):
             for item in record.run.config.update:
                 config[item.key] = json.loads(item.value_json)
