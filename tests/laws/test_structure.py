@@ -77,11 +77,11 @@ def test_imports_have_no_cycles():
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
     "base": Size(1000, 24, 14),
-    "devices": Size(2102, 24, 26),
+    "devices": Size(2128, 25, 26),
     "cluster": Size(1099, 9, 20),
     "jaxprs": Size(2926, 24, 29),
     "passes": Size(2605, 21, 35),
-    "engine": Size(5234, 56, 69),
+    "engine": Size(5240, 56, 69),
     "inspection": Size(2010, 16, 23),
     "data": Size(1458, 14, 28),
     "keras": Size(511, 7, 7),

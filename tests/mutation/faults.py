@@ -1183,6 +1183,14 @@ _OF_WHOLE_BATCHES = (
         likely="numbered",
     ),
     Fault(
+        "devices that compute other bits, without a warning",
+        "mirror/_src/devices/same_bits.py",
+        "if row.tobytes() != first.tobytes()",
+        "if False",
+        ("tests/strategy/test_fixed_replicas.py",),
+        likely="other_bits",
+    ),
+    Fault(
         "sums in an order that depends on the number of devices",
         "mirror/_src/passes/order/tree.py",
         "for level in range(n.bit_length() - 1)]",

@@ -9,7 +9,7 @@ from flax import nnx
 
 import mirror
 from tests.support import fresh
-from tests.support.inside import pretended_types
+from tests.support.inside import devices_of_other_bits, pretended_types
 from tests.support.messages import raises
 from tests.support.strategies import ON_HOST, cpu_strategy
 
@@ -70,6 +70,14 @@ def test_shard_has_no_effect_and_says_so(caplog):
     with caplog.at_level("INFO", logger="mirror"):
         assert cpu_strategy(2, replicas=2, shard="optimizer").shard == "none"
     assert "the number of replicas is fixed" in caplog.text
+
+
+def test_devices_that_compute_other_bits_are_named():
+    devices = tuple(jax.devices("cpu")[2:4])
+    strategy = mirror.MirroredStrategy(devices, replicas=2)
+    expected = r"CPU:3\) computes other bits than .*CPU:2\).*replicas="
+    with devices_of_other_bits(), pytest.warns(UserWarning, match=expected):
+        strategy.run(total, (rows(strategy, 3),))
 
 
 def test_resize_keeps_the_state_and_accepts_batches_of_before():

@@ -47,6 +47,7 @@ from mirror._src.devices import (
     physical,
     placement,
     resolve,
+    same_bits,
     settings,
     startup,
 )
@@ -326,6 +327,21 @@ def count_calls(
 
     patch.setattr(module, name, counted)
     return results
+
+
+@contextmanager
+def devices_of_other_bits() -> Iterator[None]:
+    """Lets each device compute other values than the first, as damaged hardware does."""
+    computed = same_bits.computed
+
+    def differs(x):
+        return computed(x) * (1 + 1e-7 * jax.lax.axis_index("devices"))
+
+    same_bits.digest_of.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(same_bits, "computed", differs)
+        yield
+    same_bits.digest_of.cache_clear()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from mirror._src.base.errors import (
 )
 from mirror._src.cluster import agreement
 from mirror._src.cluster.start import agreement_secs
+from mirror._src.devices.same_bits import digest_of
 from mirror._src.engine.call import Call
 from mirror._src.engine.executor import Executor, ReplicaProgram
 from mirror._src.jaxprs.text import HEAD, Line, checksum, lines_of
@@ -129,8 +130,15 @@ def _settings(program: ReplicaProgram, executor: Executor) -> list[Line]:
         Line(f"executor {executor.name}, pack_bytes={executor.pack_bytes}"),
         Line(f"{table.VARIABLE}={table.setting()}"),
         Line(f"donated inputs {list(program.donated)}"),
+        *(Line(f"devices that compute the bits {bits}") for bits in _digests(executor)),
         Line(f"outputs {[kind.is_own for kind in program.outputs]}"),
     ]
+
+
+def _digests(executor: Executor) -> list[str]:
+    """Returns what the devices compute, if a fixed number of replicas depends on it."""
+    replicas = executor.replicas
+    return [digest_of(replicas.local_devices)] if replicas.in_turn else []
 
 
 def _declared(call: Call, program: ReplicaProgram, inputs: Sequence[Any]) -> list[Line]:

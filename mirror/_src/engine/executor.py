@@ -19,6 +19,7 @@ from mirror._src.devices.eager_work import bound_eager_work
 from mirror._src.devices.launch import is_needed
 from mirror._src.devices.launches import Described, Site
 from mirror._src.devices.replicas import Kind, ReplicaDevices
+from mirror._src.devices.same_bits import digest_of
 from mirror._src.engine.compiled import CompiledProgram, MeshProgram
 from mirror._src.engine.mapping import (
     STAGED,
@@ -186,6 +187,8 @@ class MeshExecutor(Executor):
         if self._mapping in STAGED:
             replica = self._staged(program, list(captured), rules)
         if self._mapping == "in turn":
+            if len(self.replicas.distinct) > 1 and not self.replicas.only_compile:
+                digest_of(self.replicas.local_devices)
             more.append(np.int32(self.replicas.replicas_per_device))
         elif delays:
             more.append(np.int32(0))
