@@ -6,6 +6,7 @@ with a program is the same with a GPU, except for the choice of algorithms for c
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -281,6 +282,20 @@ def test_sharded_update_scatters_during_the_backward_pass():
     assert list(map(len, scatters)) == [4, 1], list(map(str, program.collectives))
     assert program.temporaries < 0.75 * wanted.temporaries
     assert program.donated == wanted.donated
+
+
+def test_model_in_slices_is_gathered_layer_by_layer():
+    """A weight is read by two operations, the first one by one, the last one is kept."""
+    model = wide()
+    mirrored = compiled(step_of(model, average), model, strategy_of())
+    program = compiled(step_of(model, average), model, strategy_of(shard="model"))
+    found = Counter(each.kind for each in program.collectives)
+    assert found["all-gather"] == 6, list(map(str, program.collectives))
+    assert found["reduce-scatter"] == 4, list(map(str, program.collectives))
+    assert program.arguments < 1.1 * mirrored.arguments / GPUS
+    one = 2048 * 2048 * 4
+    assert program.temporaries < 4 * one < mirrored.temporaries
+    assert program.donated == mirrored.donated
 
 
 class Net(nnx.Module):
