@@ -581,7 +581,7 @@ def related(step: Callable[..., Outputs], n: int, size: int) -> list[Relation]:
 
 def evaluated(step: Callable[..., Outputs], n: int, size: int, seed: int) -> tuple[Any, Any]:
     """Returns the outputs of the replicas, stacked, and those of one device."""
-    w, whole = weights(seed), batch(seed, n * size)
+    w, whole = jax.tree.map(jnp.asarray, (weights(seed), batch(seed, n * size)))
     own = jax.tree.map(lambda x: x.reshape(n, size, *x.shape[1:]), whole)
     many = jax.vmap(step, (None, 0), axis_name=REPLICA_AXIS, axis_size=n)
     one = jax.vmap(step, (None, 0), axis_name=REPLICA_AXIS, axis_size=1)

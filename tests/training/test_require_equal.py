@@ -1,5 +1,6 @@
 """`Trainer(require_equal=True)`: trains only if every step is proved to equal one device."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -18,13 +19,15 @@ Y = RNG.randint(0, NUM_CLASSES, SIZE)
 
 
 class Net(nnx.Module):
-    def __init__(self, rngs, rate=0.0):
+    def __init__(self, rngs, rate=0.0, norm=False):
         self.first = nnx.Linear(6, 8, rngs=rngs)
+        axis_name = mirror.REPLICA_AXIS
+        self.norm = nnx.BatchNorm(8, axis_name=axis_name, rngs=rngs) if norm else lambda h: h
         self.dropout = nnx.Dropout(rate, rngs=rngs)
         self.last = nnx.Linear(8, NUM_CLASSES, rngs=rngs)
 
     def __call__(self, x):
-        return self.last(self.dropout(nnx.relu(self.first(x))))
+        return self.last(self.dropout(nnx.relu(self.norm(self.first(x)))))
 
 
 def losses(model, batch):
@@ -37,6 +40,12 @@ def with_accuracy(model, batch):
     logits = model(x)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
     return losses, {"accuracy": jnp.argmax(logits, -1) == y}
+
+
+def noisy(model, batch):
+    x, y = batch
+    keys = mirror.example_keys(jax.random.key(0), x)
+    return losses(model, (x + jax.vmap(lambda key: jax.random.normal(key, (6,)))(keys), y))
 
 
 def weighted(model, batch):
@@ -62,7 +71,10 @@ EQUAL = {
     "weighted": (weighted, {}),
     "weighted by integers": (weighted_by_integers, {}),
     "clipped": (losses, {"tx": CLIPPED}),
-    "pieces": (losses, {"accumulate_steps": 2}),
+    "noise": (noisy, {}),
+    "pieces": (with_accuracy, {"accumulate_steps": 2}),
+    "noise in pieces": (noisy, {"accumulate_steps": 2}),
+    "statistics of all": (losses, {"norm": True}),
     "groups": (losses, {"steps_per_execution": 2}),
     "half precision": (losses, {"precision": "bfloat16"}),
     "loss scale": (losses, {"precision": "float16"}),
@@ -75,12 +87,12 @@ EQUAL = {
 }
 
 
-def trained(strategy, loss_fn, *, rate=0.0, tx=None, **options):
+def trained(strategy, loss_fn, *, rate=0.0, norm=False, tx=None, **options):
     with strategy.scope():
-        model = Net(nnx.Rngs(0), rate)
+        model = Net(nnx.Rngs(0), rate, norm)
         tx = optax.adam(1e-3) if tx is None else tx
         trainer = mirror.Trainer(model, tx, loss_fn, require_equal=True, **options)
-    data = mirror.data.from_arrays((X, Y), batch_size=8)
+    data = mirror.data.from_arrays((X, Y), batch_size=8, drop_remainder=norm)
     return trainer.fit(data, epochs=1, progress=False)
 
 
@@ -97,11 +109,14 @@ def test_every_executor_trains(strategy):
     assert trained(strategy, losses)["loss"]
 
 
+@pytest.mark.filterwarnings("ignore:The batch normalization")
 def test_steps_that_differ_do_not_run(two):
     with raises(ValueError, names=["require_equal=True", "test_require_equal.py"]):
         trained(two, by_its_own_sum)
     with raises(ValueError, names="test_require_equal.py", fix="mirror.example_keys(key, batch)"):
         trained(two, losses, rate=0.5)
+    with raises(ValueError, names="psum", values="test_require_equal.py"):
+        trained(two, losses, norm=True, accumulate_steps=2)  # statistics of a piece
 
 
 def test_one_replica_always_trains():

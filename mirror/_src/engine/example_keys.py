@@ -1,7 +1,5 @@
 """`example_keys`: PRNG keys that do not depend on the number of replicas."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -41,13 +39,12 @@ def example_keys(key: Array, batch: PyTree) -> Array:
             f"got shapes: {shapes or None}."
         )
     ((size,),) = sizes
-    positions = jnp.arange(size) + _first_position(size)
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, positions)
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, _positions(size))
 
 
-def _first_position(size: int) -> Any:
-    """Returns the position of this replica's first example in the global batch."""
+def _positions(size: int) -> Array:
+    """Returns the positions of this replica's examples in the global batch."""
     frame = current_frame()
     if frame is None or frame.replica is None:
-        return 0
-    return frame.replica._first_position(size)
+        return jnp.arange(size)
+    return frame.replica._positions(size)

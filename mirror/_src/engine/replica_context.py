@@ -58,18 +58,6 @@ class Part(NamedTuple):
     num_parts: int = 1
 
 
-class Piece(NamedTuple):
-    """The piece of a replica's batch that is computed now.
-
-    Attributes:
-        first_row: Index of its first row in the replica's batch.
-        num_rows: Number of rows of the replica's batch.
-    """
-
-    first_row: Any
-    num_rows: int
-
-
 @set_module("mirror")
 class ReplicaContext:
     """Identifies the current replica and provides its collectives.
@@ -98,7 +86,7 @@ class ReplicaContext:
         self.captures: Any = None
         self.part: Part | None = None
         self.mask: Any = None
-        self.piece: Piece | None = None
+        self.piece: Array | None = None
         self._ended = False
 
     def __repr__(self) -> str:
@@ -158,14 +146,17 @@ class ReplicaContext:
         """The index of the first replica of this part in the whole batch."""
         return 0 if self.part is None else self.part.part_id * self._strategy.num_replicas_in_sync
 
-    def _first_position(self, size: int) -> Any:
-        """Returns the position in the global batch of the first of `size` examples."""
-        index = self._index
+    def _positions(self, size: int) -> Array:
+        """Returns the positions of `size` examples of this replica in the global batch.
+
+        While a piece of the replica's batch is computed, `self.piece` has the positions of its
+        examples.
+        """
         if self.piece is not None:
-            before = index * self.piece.num_rows + self.piece.first_row
-        else:
-            before = index * size
-        return before if self.part is None else self.part.first_row + before
+            return self.piece if len(self.piece) == size else self.piece[0] + jnp.arange(size)
+        before = self._index * size
+        first = before if self.part is None else self.part.first_row + before
+        return jnp.arange(size) + first
 
     @api_boundary
     def all_reduce(self, op: Reduction, tree: T) -> T:

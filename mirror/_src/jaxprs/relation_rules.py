@@ -75,7 +75,8 @@ def _result(pair: Pair, operands: list[Relation]) -> list[Relation]:
         return [_passed_on(pair, found, operands)] * count
     if any(x.kind is Kind.SPREAD for x in operands):
         return [pair.other(Why.PART)] * count
-    if operands and name in _KEEPS_ZERO and all(x.kind is Kind.ZERO for x in operands):
+    is_zero = operands and all(x.kind is Kind.ZERO for x in operands)
+    if is_zero and (name in _KEEPS_ZERO or pair.eqn.params.get("y", 0) > 0):  # `integer_pow`
         return [ZERO] * count
     if all(x.is_equal for x in operands) and _is_same_operation(pair):
         outputs = zip(pair.eqn.outvars, pair.whole.outvars, strict=True)
@@ -192,7 +193,7 @@ _SORTS = frozenset({"sort", "top_k"})
 _CHOOSES = PICKING | {"mul", "select_n", "slice"}
 _KEEPS_ZERO = SHAPING | {"abs", "add", "add_any", "concatenate", "convert_element_type", "copy"}
 _KEEPS_ZERO |= {"cumsum", "dynamic_slice", "mul", "neg", "reduce_max", "reduce_min", "reduce_or"}
-_KEEPS_ZERO |= {"reduce_sum", "select_n", "sub"}
+_KEEPS_ZERO |= {"reduce_sum", "select_n", "sub", "sqrt", "square", "tanh"}
 # A softmax forgets the factor of a logarithm, and a clipped gradient its own factor.
 _HIDES_FACTOR = frozenset(
     {"log", "log1p", "log2", "clamp", "max", "min", "eq", "ge", "gt", "le", "lt", "ne"}

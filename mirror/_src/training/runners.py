@@ -149,7 +149,7 @@ class LocalSteps:
         arrays = [PerReplica.from_stacked(np.zeros((n, *shape), dtype)) for shape, dtype in shapes]
         model, optimizer, *scales = self._training.objects.values()
         arguments = (model, optimizer, *tree.unflatten(arrays), *scales)
-        report = self._strategy.inspect(self._training.whole_step, arguments).equals_one_device
+        report = self._strategy.inspect(self._training.step, arguments).equals_one_device
         if report.verdict != "equal":
             raise ValueError(f"require_equal=True, but:\n{report}")
         proved.add(key)

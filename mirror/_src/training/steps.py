@@ -25,7 +25,6 @@ from mirror._src.base.source_lines import on_behalf_of, users_function
 from mirror._src.base.types import Array, PyTree
 from mirror._src.engine.all_reduce import AllReduce
 from mirror._src.engine.example_mask import masking
-from mirror._src.engine.replica_context import Piece
 from mirror._src.strategy.mirrored import get_replica_context
 from mirror._src.training.loss_scale import SCALE, SKIPPED, LossScale, Snapshot
 from mirror._src.training.mistakes import describes_batch, require_transformation
@@ -348,19 +347,16 @@ def _accumulated(gradients: Callable[..., Gradients], num_pieces: int) -> Callab
         def split_rows(x: Array) -> Array:
             return x.reshape(num_pieces, x.shape[0] // num_pieces, *x.shape[1:])
 
-        pieces = jnp.arange(num_pieces), jax.tree.map(split_rows, (batch, mask))
-        graphdef, keys, state = _split(model)
-
-        size = mask.size // num_pieces
         context = get_replica_context()
         assert context is not None, "a step runs in a replica"
+        pieces = jax.tree.map(split_rows, (context._positions(mask.size), batch, mask))
+        graphdef, keys, state = _split(model)
 
-        def gradients_of(state: PyTree, numbered: tuple[Any, PyTree]) -> tuple[PyTree, Gradients]:
-            number, piece = numbered
+        def gradients_of(state: PyTree, piece: PyTree) -> tuple[PyTree, Gradients]:
             model = nnx.merge(graphdef, keys, state, copy=True)
-            context.piece = Piece(number * size, mask.size)
+            context.piece, *examples = piece
             try:
-                result = gradients(model, *piece, num_rows, scale)
+                result = gradients(model, *examples, num_rows, scale)
             finally:
                 context.piece = None
             return _split(model)[2], result
