@@ -543,7 +543,7 @@ _OF_EXECUTORS = (
     Fault(
         "the gradient of a convolution with groups",
         "mirror/_src/passes/staging/vectorized.py",
-        'if eqn.params["feature_group_count"] > 1 or eqn.params["batch_group_count"] > 1:',
+        'if eqn.params["feature_group_count"] > 1:',
         "if False:",
         ("tests/passes/test_vectorized.py", "tests/engine/test_convolutions.py"),
         is_slow=True,

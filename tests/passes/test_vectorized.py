@@ -1,5 +1,6 @@
 """Sums over replicas are computed inside products: the same values, without copies."""
 
+import functools
 import math
 import re
 
@@ -69,6 +70,17 @@ def used_twice(w, x):
 
 def recomputed(w, x):
     return mean(jax.grad(lambda w: jnp.mean(jax.checkpoint(jnp.tanh)(x @ w)))(w))
+
+
+def own_kernels(w, x):
+    """Sums of convolutions, of which replicas have other kernels, also with groups."""
+    own = 0.05 * w * x[0, 0, 0, 0]
+    conv = functools.partial(jax.lax.conv_general_dilated, dimension_numbers=IMAGES)
+    each = (
+        conv(x, own, (1, 1), "SAME"),
+        conv(x, own[:, :, :2], (1, 1), "SAME", feature_group_count=2),
+    )
+    return jax.lax.psum(each, AXIS)
 
 
 def in_a_loop(w, x):
@@ -165,8 +177,9 @@ STEPS = {
     "images, strides": (of_convolution(IMAGES, strides=2), (3, 3, 4, 6), (3, 8, 8, 4), True),
     "images, dilation": (of_convolution(IMAGES, dilation=2), (3, 3, 4, 6), (3, 8, 8, 4), True),
     "channels first": (of_convolution(CHANNELS_FIRST), (6, 4, 3, 3), (3, 4, 8, 8), True),
+    "own kernels": (own_kernels, (3, 3, 4, 6), (3, 8, 8, 4), False),
     "sequences": (of_convolution(SEQUENCES), (3, 4, 6), (3, 8, 4), True),
-    "depthwise": (of_convolution(IMAGES, groups=4), (3, 3, 1, 8), (3, 8, 8, 4), False),
+    "depthwise": (of_convolution(IMAGES, groups=4), (3, 3, 1, 8), (3, 8, 8, 4), True),
 }
 
 

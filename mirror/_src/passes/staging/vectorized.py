@@ -176,7 +176,7 @@ def _dot_general(eqn: JaxprEqn) -> Callable[..., Array]:
 def _convolution(eqn: JaxprEqn) -> Callable[..., Array] | None:
     """Joins the input features of all replicas: a convolution is a sum over input features."""
     lhs, rhs, _ = eqn.params["dimension_numbers"]
-    if eqn.params["feature_group_count"] > 1 or eqn.params["batch_group_count"] > 1:
+    if eqn.params["feature_group_count"] > 1:  # which would join features of other groups
         return None
     return lambda x, w: _bound(eqn, (_joined(x, lhs[1]), _joined(w, rhs[1])), {})
 
