@@ -286,6 +286,19 @@ def test_metrics_that_are_sums_are_equal(two):
     assert [row.verdict for row in report.rows] == ["equal", "equal"]
 
 
+def test_metrics_that_are_merged_otherwise_are_unknown(two):
+    def step(metric, x):
+        metric.update(values=x)
+
+    with two.scope():
+        metric = nnx.metrics.Welford()
+    args = metric, mirror.PerReplica([[1.0, 5.0], [2.0, 3.0]])
+    report = two.inspect(step, args).equals_one_device
+    assert report.verdict == "unknown"
+    assert any("merge of metric." in reason for reason in report.reasons)
+    two.verify(step, args)
+
+
 def test_the_step_is_traced_again_only_when_asked(two):
     sizes = []
 

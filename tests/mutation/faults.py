@@ -1906,6 +1906,14 @@ _OF_PARAMETER_SERVERS = (
         likely="may_differ",
     ),
     Fault(
+        "a merge of variances that is called different",
+        "mirror/_src/inspection/equality.py",
+        "if i in merged and relations[k].is_different:",
+        "if False:",
+        ("tests/inspection/test_equality.py",),
+        likely="merged_otherwise",
+    ),
+    Fault(
         "a sum over the replicas of one part, twice",
         "mirror/_src/jaxprs/chained.py",
         "min(_MOST, before + added)",

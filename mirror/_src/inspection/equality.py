@@ -13,7 +13,7 @@ from mirror._src.base.tables import Table
 from mirror._src.base.terminal import wrap
 from mirror._src.engine.analysis import Analysis, average_and_merge
 from mirror._src.engine.call import Call
-from mirror._src.engine.plan import Plan
+from mirror._src.engine.plan import Merge, Plan
 from mirror._src.engine.runner import Runner
 from mirror._src.jaxprs.additive import Dependence
 from mirror._src.jaxprs.relate import relate
@@ -160,12 +160,21 @@ def _outputs(call: Call, analysis: Analysis, single: Runner, n: int) -> list[_Ou
         from_zero = related([ZERO if i in sums else x for i, x in enumerate(inputs)])
         for k, i in enumerate(plan.changed):
             relations[k] = from_zero[k] if i in sums else relations[k]
+    merged = {i for metric in plan.merged for i in metric.positions.values() if not _is_sum(metric)}
+    for k, i in enumerate(plan.changed):
+        if i in merged and relations[k].is_different:  # such as of variances, which is exact
+            relations[k] = other(Why.UNKNOWN, "merge", f"of {call.input_names[i]}")
     names = [*(call.input_names[i] for i in plan.changed), *step.out_names]
     is_own = [step.per_replica[i] for i in plan.changed] + list(plan.per_replica_results)
     avals = [var.aval for var in finish.jaxpr.outvars]
     whole = [var.aval for var in finish_alone.jaxpr.outvars]
     outputs = list(map(_Output, names, avals, whole, relations, is_own))
     return [*outputs[len(plan.changed) :], *outputs[: len(plan.changed)]]
+
+
+def _is_sum(metric: Merge) -> bool:
+    """Whether all states of a metric are proved to be sums."""
+    return Dependence.OTHER not in metric.dependences.values()
 
 
 def _sums(plan: Plan) -> set[int]:
@@ -244,7 +253,8 @@ def _explained(relation: Relation, n: int) -> str:
 
 
 def _place(cause: Cause) -> str:
-    return f"{cause.op} at {cause.line}" if cause.op != "input" else f"input {cause.line}"
+    is_name = cause.op in ("input", "merge")
+    return f"{cause.op} {cause.line}" if is_name else f"{cause.op} at {cause.line}"
 
 
 _ROWS = (
