@@ -92,6 +92,7 @@ class Runner:
         self.replicas = replicas
         self._ops = ops
         self._executor = choose(replicas, ops)
+        self.holds_slices = self._executor.slices is not None
         self._chooses = chooses
         self.choice = ""
         self._steps = Steps()
@@ -121,11 +122,6 @@ class Runner:
             if store.stop is None or self._host_values is None:
                 raise
             store.require_not_stopped(error)  # of which this error is a consequence
-
-    @property
-    def holds_slices(self) -> bool:
-        """Whether programs may store state in slices."""
-        return self._executor.slices is not None
 
     def borrow(self, tree: PyTree) -> PyTree:
         """Returns mirrored arrays for `run`; see `ArgumentPlacer.borrow`."""
@@ -458,6 +454,7 @@ class Runner:
             self.choice = choice.why
             self.replicas.slice_bytes = choice.slice_bytes
             self._executor = choose(self.replicas, self._ops, choice.kept_bytes)
+            self.holds_slices = self._executor.slices is not None
             # Other programs, and records of where arrays are, do not fit any more.
             self._steps.forget_programs()
             self._placer = ArgumentPlacer(self._group, self.replicas)

@@ -77,7 +77,7 @@ class LocalCopy:
         self._folder: str | None = None
         self.path = self.target
 
-    def open(self) -> None:
+    def begin(self) -> None:
         """Creates the parent of `path`, and fetches the file if there is one."""
         if is_remote(self.target):
             self._folder = tempfile.mkdtemp()

@@ -50,7 +50,7 @@ class CSVLogger(Callback):
 
     def on_fit_begin(self, fit: FitLoop) -> None:
         """Opens the file."""
-        self._copy.open()
+        self._copy.begin()
         path = self._copy.path
         done = fit.history.epochs
         appends = (self._append or bool(done)) and path.exists()
@@ -141,7 +141,7 @@ class TensorBoard(Callback):
 
     def on_fit_begin(self, fit: FitLoop) -> None:
         """Opens the log."""
-        self._copy.open()
+        self._copy.begin()
         suffix = f".{time.time_ns()}"  # two logs of one second must not share a file
         self._writer = self._writer_class(str(self._copy.path), filename_suffix=suffix)
         self._written = fit.position.step
@@ -298,7 +298,7 @@ class Profiler(Callback):
 
     def on_fit_begin(self, fit: FitLoop) -> None:
         """Resets the step counter, and starts the profile if it begins at step 0."""
-        self._copy.open()
+        self._copy.begin()
         self._begin = fit.position.step
         self._start_if_due(0)
 
