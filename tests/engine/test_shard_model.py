@@ -357,6 +357,10 @@ def test_variables_are_sliced_where_they_are_created():
     assert not is_sliced(model.norm.scale.get_value())  # below the limit
     outside = Net(nnx.Rngs(0))
     assert not any(map(is_sliced, kernels(outside)))
+    with cpu_strategy(N, shard="model").scope(), mirror.device("/cpu:5"):
+        assert kernels(Net(nnx.Rngs(0)))[0].devices() == {jax.devices("cpu")[5]}
+    with cpu_strategy(N).scope():  # of which the hook knows nothing
+        assert len(kernels(Net(nnx.Rngs(0)))[0].devices()) == N
     assert_close(nnx.state(model, nnx.Param), nnx.state(outside, nnx.Param), 0)
 
 

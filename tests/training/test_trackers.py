@@ -279,8 +279,8 @@ def test_bad_arguments_are_named(tmp_path, monkeypatch):
         callbacks.Tracker("wandv")
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "wandb", Library(set()))
-        with raises(TypeError, names="wandb.init", values="'projct'"):
-            callbacks.Tracker("wandb", projct="digits")
+        with raises(TypeError, names="wandb.init", values="'projectname'"):
+            callbacks.Tracker("wandb", projectname="digits")
     with raises(TypeError, names="every_steps"):
         callbacks.Tracker("tensorboard", logdir=str(tmp_path), every_steps=1.5)
     monkeypatch.setitem(sys.modules, "aim", None)

@@ -30,9 +30,12 @@ def store_created() -> None:
 
 
 def _stored(value: Any) -> Any:
+    """Returns slices of an array that the scope has mirrored, not one on a device of its own."""
     frame = current_frame()
-    if frame is None or frame.replica is not None or frame.devices is None:
+    devices = None if frame is None or frame.replica is not None else frame.devices
+    if devices is None or devices.slice_bytes is None:
         return value
     if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
         return value
-    return value if frame.devices.is_stored(value) else frame.devices.store(value)
+    axis = devices.stored_axis(value) if devices.is_mirrored(value) else None
+    return value if axis is None else devices.shard(value, axis)
