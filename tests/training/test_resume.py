@@ -43,7 +43,7 @@ ROWS = (STEPS - 1) * SIZE + 2
 # Batches of all sizes, on several replicas.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The batch normalization at .* counts the padding",
-    "ignore:The batch normalization at .* uses the statistics of one of accumulate_steps",
+    "ignore:The batch normalization at .* uses the statistics of one of",
 )
 
 
