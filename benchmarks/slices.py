@@ -26,10 +26,10 @@ from jax.sharding import PartitionSpec as P
 import mirror
 from benchmarks.devices import names_of
 from mirror._src.devices.replicas import stored_axis
+from mirror._src.engine.choice import SLICE_BYTES
 
 TX = optax.adam(1e-3)
 WIDTH, LAYERS, VOCABULARY, LENGTH, HEADS = 256, 8, 2048, 64, 4
-_MIN_BYTES = 2**16
 _MIB = 2**20
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 _AXIS = "replica"
@@ -137,13 +137,13 @@ def by_hand(model: Model, num_devices: int, *, gathers: bool) -> Contender:
     types = jax.eval_shape(lambda: state_of(model, jax.random.key(0)))
 
     def spec(leaf: Any) -> Any:
-        axis = stored_axis(leaf, num_devices, _MIN_BYTES)
+        axis = stored_axis(leaf, num_devices, SLICE_BYTES)
         return P() if axis is None else P(*[None] * axis, _AXIS)
 
     specs = jax.tree.map(spec, types)
     axes = {}  # by the shape of the slice
     for leaf in jax.tree.leaves(types[0]):
-        axis = stored_axis(leaf, num_devices, _MIN_BYTES)
+        axis = stored_axis(leaf, num_devices, SLICE_BYTES)
         if axis is not None:
             shape = list(leaf.shape)
             shape[axis] //= num_devices

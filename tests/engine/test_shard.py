@@ -14,6 +14,7 @@ from flax.training import train_state
 import mirror
 from mirror import cli
 from tests.support.compilations import compiler_options
+from tests.support.copies import assert_close
 from tests.support.inside import pretended_types
 from tests.support.messages import assert_message, raises
 from tests.support.strategies import cpu_strategy
@@ -66,12 +67,6 @@ def stored(tree) -> list[float]:
     """Returns the fraction of each array of a tree that the first device stores."""
     leaves = [x for x in jax.tree.leaves(tree) if x.ndim]
     return [x.addressable_shards[0].data.size / x.size for x in leaves]
-
-
-def assert_close(got, wanted, tolerance=1e-6):
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=tolerance, atol=tolerance)
 
 
 def masked():

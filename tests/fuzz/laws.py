@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import pytest
 
 import mirror
 from tests.fuzz.generate import generate
@@ -24,7 +23,7 @@ from tests.fuzz.program import (
     statements,
 )
 from tests.fuzz.reference import Hang, simulate
-from tests.support.inside import slice_arrays_from
+from tests.support.inside import strategy_in_slices
 
 NUM_INPUTS = 6
 _SHRINK_SECS = 10.0
@@ -203,14 +202,8 @@ def cpu_strategies() -> dict[str, mirror.Strategy]:
         "pairs": mirror.MirroredStrategy(cpus[:2], replicas_per_device=2),
         "staged": mirror.MirroredStrategy(cpus[:4], cross_device_ops=ops),
         "in turn": mirror.MirroredStrategy(cpus[:2], replicas=4),
-        "in slices": _in_slices(cpus[:4]),
+        "in slices": strategy_in_slices(cpus[:4]),
     }
-
-
-def _in_slices(devices: list[jax.Device]) -> mirror.Strategy:
-    with pytest.MonkeyPatch.context() as patch:
-        slice_arrays_from(1, patch)
-        return mirror.MirroredStrategy(devices, shard="model")
 
 
 # The search

@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from flax import nnx
 
 import mirror
-from tests.support.inside import slice_arrays_from
+from tests.support.inside import strategy_in_slices
 
 INPUTS, WIDTH, OUTPUTS = 4, 5, 3
 RATE = 0.1
@@ -287,9 +286,7 @@ def strategy_of(case: Case) -> mirror.MirroredStrategy:
             return mirror.MirroredStrategy(devices[: n // 2], replicas_per_device=2)
         case "staged":
             return mirror.MirroredStrategy(devices[:n], mirror.ReductionToOneDevice())
-    with pytest.MonkeyPatch.context() as patch:
-        slice_arrays_from(1, patch)
-        return mirror.MirroredStrategy(devices[:n], shard=case.shard)
+    return strategy_in_slices(devices[:n], shard=case.shard)
 
 
 def trainer_of(case: Case) -> mirror.Trainer[Net]:

@@ -76,17 +76,17 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(1000, 24, 14),
+    "base": Size(998, 24, 14),
     "devices": Size(2128, 25, 26),
     "cluster": Size(1099, 9, 20),
     "jaxprs": Size(2927, 24, 29),
-    "passes": Size(2605, 21, 35),
-    "engine": Size(5236, 56, 68),
+    "passes": Size(2576, 21, 34),
+    "engine": Size(5233, 56, 68),
     "inspection": Size(2017, 16, 23),
     "data": Size(1458, 14, 28),
     "keras": Size(511, 7, 7),
     "strategy": Size(1002, 8, 8),
-    "training": Size(5468, 37, 66),
+    "training": Size(5457, 37, 66),
     "ps": Size(4004, 20, 81),
     "tools": Size(3171, 41, 33),
 }

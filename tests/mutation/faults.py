@@ -215,8 +215,8 @@ _OF_PROGRAMS = (
     Fault(
         "a sum that a loop starts with, taken for zeros",
         "mirror/_src/passes/slices.py",
-        "is_zero = _is_zero(atom, self.old)",
-        "is_zero = True",
+        "not _is_zero(self.makers.get(atom))",
+        "_is_zero(None)",
         ("tests/engine/test_shard_model.py",),
         likely="carried_by_a_loop",
     ),

@@ -1,9 +1,18 @@
-"""Mirrored arrays whose copies differ."""
+"""Copies of arrays: mirrored ones that differ, and arrays that must be equal."""
+
+from typing import Any
 
 import jax
 import numpy as np
 
 import mirror
+
+
+def assert_close(got: Any, wanted: Any, tolerance: float = 1e-6) -> None:
+    """Checks that the leaves of two trees are equal, up to a part of their values."""
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=tolerance, atol=tolerance)
 
 
 def mirrored(strategy: mirror.Strategy, copies: list[np.ndarray]) -> jax.Array:

@@ -6,7 +6,7 @@ docstring of each function says what makes it necessary.
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -744,6 +744,13 @@ def compiled_step(
 def slice_arrays_from(num_bytes: int, patch: pytest.MonkeyPatch) -> None:
     """Lets `shard="model"` store arrays of this size in slices, for small tests."""
     patch.setattr(choice, "SLICE_BYTES", num_bytes)
+
+
+def strategy_in_slices(devices: Sequence[jax.Device], **options: Any) -> mirror.MirroredStrategy:
+    """Returns a strategy that stores arrays of any size in slices."""
+    with pytest.MonkeyPatch.context() as patch:
+        slice_arrays_from(1, patch)
+        return mirror.MirroredStrategy(devices, **{"shard": "model", **options})
 
 
 def give_host_memory(num_bytes: int | None, patch: pytest.MonkeyPatch) -> None:

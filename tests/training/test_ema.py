@@ -8,6 +8,7 @@ from flax import nnx
 
 import mirror
 from mirror import callbacks
+from tests.support.inside import strategy_in_slices
 from tests.support.messages import raises
 from tests.support.strategies import EXECUTORS, PAIRS, cpu_strategy
 from tests.support.tables import mostly_slow, rows
@@ -60,6 +61,7 @@ STRATEGIES = {
     **EXECUTORS,
     **PAIRS,
     "sharded": lambda: cpu_strategy(2, shard="optimizer"),
+    "in slices": lambda: strategy_in_slices(jax.devices("cpu")[:2]),
 }
 
 

@@ -7,13 +7,13 @@ from typing import Any
 IS_PUBLISHED = False
 
 
-def require(module: str, feature: str = "This feature", extra: str = "train") -> Any:
+def require(module: str, feature: str = "This feature", extra: str | None = "train") -> Any:
     """Imports and returns a module of an optional package.
 
     Args:
         module: Name of the module.
         feature: The feature that needs it, for the message.
-        extra: The extra of the package that installs it.
+        extra: The extra of the package that installs it; None if no extra does.
 
     Raises:
         ModuleNotFoundError: If the package is not installed; the message says how to install it.
@@ -28,12 +28,10 @@ def require(module: str, feature: str = "This feature", extra: str = "train") ->
         raise ModuleNotFoundError(text, name=missing) from error
 
 
-def describe_missing(package: str, feature: str, extra: str) -> str:
+def describe_missing(package: str, feature: str, extra: str | None) -> str:
     """Returns the message for a missing package, with the command that installs it."""
-    return (
-        f"{feature} requires {package}, which is not installed. Install it: "
-        f"{install_command(extra)}"
-    )
+    command = f"pip install {package}" if extra is None else install_command(extra)
+    return f"{feature} requires {package}, which is not installed. Install it: {command}"
 
 
 def install_command(extra: str) -> str:

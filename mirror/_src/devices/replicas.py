@@ -44,9 +44,8 @@ def shard_axis(shape: Sequence[int], num_replicas: int) -> int | None:
     axis of three or more may number the layers that a loop goes through, row by row, or the rows of
     a convolution's kernel: it is the last choice.
     """
-    axes = [*range(len(shape))]
-    if len(axes) > 2:
-        axes = [*axes[1:], 0]
+    start = 1 if len(shape) > 2 else 0
+    axes = (*range(start, len(shape)), *range(start))
     return next((d for d in axes if shape[d] and shape[d] % num_replicas == 0), None)
 
 
@@ -78,8 +77,6 @@ class ReplicaDevices:
         axis_name: Name of the replica axis.
         in_turn: Whether each device runs its replicas in turn, which gives the same bits on any
             number of devices.
-        slice_bytes: Size from which mirrored state is stored in slices, one on each device;
-            infinite if a step decides. `None` if nothing is.
 
     Attributes:
         devices: Device of each replica.
@@ -91,6 +88,8 @@ class ReplicaDevices:
         spans_processes: Whether some of the devices belong to other processes.
         local_ids: The replicas on devices of this process.
         only_compile: Whether the devices exist only to compile for; see `described_gpus`.
+        slice_bytes: Size from which mirrored state is stored in slices, one on each device.
+            Infinite if only state that no operation reads whole is; `None` if nothing is.
 
     Raises:
         ValueError: If the devices run unequal numbers of replicas, or replicas that share a device
@@ -104,11 +103,10 @@ class ReplicaDevices:
         axis_name: str = REPLICA_AXIS,
         *,
         in_turn: bool = False,
-        slice_bytes: float | None = None,
     ) -> None:
         self.devices = devices
         self.in_turn = in_turn
-        self.slice_bytes = slice_bytes
+        self.slice_bytes: float | None = None
         self.axis_name = axis_name
         self.distinct = tuple(dict.fromkeys(devices))
         self.replicas_per_device = len(devices) // len(self.distinct)
@@ -204,22 +202,24 @@ class ReplicaDevices:
 
     def store(self, value: Array | np.ndarray | np.generic | float) -> Array:
         """Returns a copy of state that shares no buffer with `value`: mirrored, or in slices."""
-        axis = self.stored_axis(value) if self.slice_bytes is not None else None
+        axis = self.stored_axis(value)
         if axis is None:
             return self.mirror(value)
         if isinstance(value, jax.Array) and self.is_sharded(value):
             return self.copy(value)
         return self.shard(value, axis)
 
-    def is_stored(self, value: Array) -> bool:
-        """Whether state is where `store` would put it."""
-        is_whole = self.slice_bytes is None or self.stored_axis(value) is None
-        return self.is_mirrored(value) if is_whole else self.is_sharded(value)
+    def is_placed(self, value: Array) -> bool:
+        """Whether state is where `store`, or a program with slices, would put it."""
+        if self.slice_bytes is not None and self.is_sharded(value):
+            return True
+        return self.stored_axis(value) is None and self.is_mirrored(value)
 
     def stored_axis(self, value: Any) -> int | None:
         """Returns the axis along which state is stored in slices; `None` if it is whole."""
-        min_bytes = math.inf if self.slice_bytes is None else self.slice_bytes
-        return stored_axis(jax.typeof(value), len(self), min_bytes)
+        if self.slice_bytes is None:
+            return None
+        return stored_axis(jax.typeof(value), len(self), self.slice_bytes)
 
     def sliced_from(self, slice_bytes: float | None) -> "ReplicaDevices":
         """Returns the same devices, which store state in other slices."""

@@ -32,7 +32,7 @@ from mirror._src.jaxprs.proof import Notes, prove
 from mirror._src.jaxprs.summed_noise import summed_noise
 from mirror._src.jaxprs.trace import struct_of, trace
 from mirror._src.passes.passes import rewritten
-from mirror._src.passes.program import Program, Settings, Slices
+from mirror._src.passes.program import Program, Settings
 
 
 class Analysis(NamedTuple):
@@ -66,7 +66,8 @@ def analyze(
     call: Call,
     traced: TracedStep,
     *,
-    slices: Slices | None,
+    slice_bytes: float | None,
+    kept_bytes: int | None,
     pack_bytes: int,
     donated: Container[int] | None,
     reports: bool = False,
@@ -76,7 +77,8 @@ def analyze(
     Args:
         call: The call.
         traced: Its trace.
-        slices: What is stored in slices. `None` if nothing is.
+        slice_bytes: Size from which state is stored in slices; see `ReplicaDevices`.
+        kept_bytes: As for `Settings`.
         pack_bytes: All-reduces of at most this many bytes are packed.
         donated: Positions of donated arguments; None if they are unknown, in a report.
         reports: Whether errors are collected instead of raised. The marks then also record the
@@ -125,9 +127,9 @@ def analyze(
     finish = None if problems else average_and_merge(traced, plan)
     programs = [jaxpr] if finish is None else [jaxpr, finish]
     settings = Settings(n, pack_bytes, step.per_replica, axis_name=step.axis_name)
-    if slices is not None and finish is not None:
+    if slice_bytes is not None and finish is not None:
         state = _state(call, traced, plan, donated)
-        settings = settings._replace(state=state, **slices._asdict())
+        settings = settings._replace(state=state, min_bytes=slice_bytes, kept_bytes=kept_bytes)
     final = rewritten(programs, settings)
     has_state = bool(changed or settings.state)
     return Analysis(traced, notes, marks, outcomes, problems, plan, finish, final, has_state)

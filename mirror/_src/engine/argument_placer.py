@@ -304,11 +304,8 @@ class ArgumentPlacer:
             self._owners.update(dict.fromkeys(addresses, leaves[i]))
 
     def _mirror(self, leaf: Any) -> Array:
-        if isinstance(leaf, jax.Array):
-            if self._replicas.is_stored(leaf):
-                return leaf
-            if self._replicas.slice_bytes is not None and self._replicas.is_sharded(leaf):
-                return leaf  # the program is not known yet: it may require shards
+        if isinstance(leaf, jax.Array) and self._replicas.is_placed(leaf):
+            return leaf
         return self._replicas.store(leaf)
 
     def _reshard_leaf(self, leaf: Any, kind: Kind) -> Any:

@@ -14,7 +14,7 @@ from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine import choice
 from mirror._src.engine.program import StepProgram
 
-_USED = 0.9  # of the memory; the rest is for the batches to come, and for fragments
+_USED = 0.9  # of the memory; the rest is for batches that are loaded ahead, and for gaps
 
 
 class Choice(NamedTuple):
@@ -22,7 +22,7 @@ class Choice(NamedTuple):
 
     Attributes:
         slice_bytes: See `ReplicaDevices`.
-        kept_bytes: Bytes of gathered weights that are kept; see `Slices`.
+        kept_bytes: Bytes of gathered weights that are kept, as for the passes' `Settings`.
         why: The choice and its reason, in a sentence.
     """
 
@@ -34,7 +34,7 @@ class Choice(NamedTuple):
 def fitting(
     make: Callable[[float | None, int | None], StepProgram], replicas: ReplicaDevices
 ) -> Choice:
-    """Returns how to store the state.
+    """Returns how to store the state; it has made the program for it.
 
     Args:
         make: Returns the program of the step, compiled, for `slice_bytes` and `kept_bytes`.
@@ -42,6 +42,7 @@ def fitting(
     """
     limit, of = _limit(replicas), ""
     if limit is None:
+        make(None, None)
         return Choice(None, None, "none, because the memory of the devices is unknown")
     because = ""
     ways = {"none": None, "optimizer": math.inf, "model": choice.SLICE_BYTES}
@@ -84,15 +85,16 @@ def _gathered(program: StepProgram) -> Iterator[int]:
     yield from parts.values()
 
 
-def _limit(replicas: ReplicaDevices) -> int | None:
-    """Returns the bytes that a program may use on each device; `None` if they are unknown."""
-    memory = _memory_of(replicas.devices[0], len(replicas.distinct))
+def usable_bytes(device: jax.Device) -> int | None:
+    """Returns the bytes of a device that programs may use; `None` if it does not report them."""
+    memory = memory_of(device) or (device.memory_stats() or {}).get("bytes_limit")
     return None if memory is None else int(_USED * memory)
 
 
-def _memory_of(device: jax.Device, count: int) -> int | None:
-    if backend.type_of(device) == "CPU":  # host devices share the memory
+def _limit(replicas: ReplicaDevices) -> int | None:
+    """Returns the bytes that a program may use on each device; `None` if they are unknown."""
+    if backend.type_of(replicas.devices[0]) == "CPU":  # host devices share the memory
         memory = host_memory()
-        return None if memory is None else memory // count
-    described = memory_of(device)
-    return described or (device.memory_stats() or {}).get("bytes_limit")
+        return None if memory is None else int(_USED * (memory // len(replicas.distinct)))
+    limits = list(map(usable_bytes, replicas.distinct))
+    return None if None in limits else min(filter(None, limits))

@@ -21,7 +21,6 @@ from mirror._src.engine.executor import Executor, MeshExecutor
 from mirror._src.engine.one_device import ReductionToOneDevice
 from mirror._src.engine.staged.executor import StagedExecutor
 from mirror._src.passes.collective_rules import uses_gloo
-from mirror._src.passes.program import Slices
 
 _logger = logging.getLogger("mirror")
 SLICE_BYTES = 2**16  # to gather a smaller array would cost more than it saves
@@ -36,7 +35,7 @@ def choose(
     Args:
         replicas: Devices of the replicas.
         ops: Implements the collectives.
-        kept_bytes: Bytes of gathered weights that steps keep; see `Slices`.
+        kept_bytes: Bytes of gathered weights that steps keep, as for the passes' `Settings`.
 
     Raises:
         ValueError: If `ops` is `AllReduce` and the devices are of several types.
@@ -52,7 +51,7 @@ def choose(
         )
     if replicas.are_mixed or not ops._is_compiled():
         return _staged(replicas, ops)
-    spans, sliced = replicas.spans_processes, replicas.slice_bytes
+    spans = replicas.spans_processes
     # With a fixed number of replicas, any number of devices runs the same program.
     on_cpu = backend.type_of(replicas.devices[0]) == "CPU"
     pack_bytes = ops._packed_bytes(
@@ -61,7 +60,7 @@ def choose(
     )
     executor = MeshExecutor(
         replicas,
-        slices=None if sliced is None else Slices(sliced, kept_bytes),
+        kept_bytes=kept_bytes,
         pack_bytes=pack_bytes if len(replicas) > 1 else 0,
         reduction=None if isinstance(ops, AllReduce) else ops._reduce_in_step,
     )

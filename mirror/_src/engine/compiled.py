@@ -68,7 +68,7 @@ class MeshProgram(CompiledProgram):
         self._described = described
         self._types = types
         self._is_compiled = False
-        self._memory: Any = None
+        self._executable: jax.stages.Compiled | None = None
         self._weak_outputs: dict[tuple[bool, ...], Sequence[bool]] = {}
         self._ends_in_python = ends_in_python
         self._compiled = compiled
@@ -115,7 +115,7 @@ class MeshProgram(CompiledProgram):
                 # JAX keeps the executable, which later calls with arrays of these types find; see
                 # `tests/engine/test_compiling_in_threads.py`.
                 with _cache_entry(self._described.name):
-                    self._memory = lowered.compile().memory_analysis()
+                    self._executable = lowered.compile()
                 avals = traced.jaxpr.out_avals
                 self._weak_outputs[key] = [getattr(aval, "weak_type", False) for aval in avals]
                 self._is_compiled = True
@@ -124,7 +124,7 @@ class MeshProgram(CompiledProgram):
     @property
     def peak_bytes(self) -> int | None:
         """See `CompiledProgram`."""
-        memory = self._memory
+        memory = None if self._executable is None else self._executable.memory_analysis()
         if memory is None:
             return None
         sizes = memory.argument_size_in_bytes, memory.output_size_in_bytes

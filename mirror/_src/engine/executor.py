@@ -38,7 +38,7 @@ from mirror._src.passes.callbacks import CallbackGuard, is_callback
 from mirror._src.passes.collective_rules import Reduction
 from mirror._src.passes.evaluate import Lowering, Rules
 from mirror._src.passes.order.turns import COMPILER_OPTIONS, Turns
-from mirror._src.passes.program import Program, Settings, Slices
+from mirror._src.passes.program import Program, Settings
 from mirror._src.passes.staging.on_device import OnDevice
 from mirror._src.passes.staging.stages import stage_program
 from mirror._src.passes.staging.vectorized import CALLED_SEQUENTIALLY, Vectorized, vectorized
@@ -103,12 +103,12 @@ class Executor(abc.ABC):
         replicas: Devices of the replicas.
         reduces_on: Device on which collectives are reduced. `None` if XLA reduces across devices.
         pack_bytes: Independent all-reduces of at most this many bytes are packed into one buffer.
-        slices: What is stored in slices. `None` if nothing is.
+        kept_bytes: Bytes of gathered weights that programs keep, as for the passes' `Settings`.
     """
 
     name: str
     reduces_on: jax.Device | None = None
-    slices: Slices | None = None
+    kept_bytes: int | None = None
 
     def __init__(self, replicas: ReplicaDevices, pack_bytes: int = 0) -> None:
         self.replicas = replicas
@@ -125,7 +125,7 @@ class MeshExecutor(Executor):
 
     Args:
         replicas: Devices of the replicas, of one type.
-        slices: As for `Executor`.
+        kept_bytes: As for `Executor`.
         collectives: Whether the programs contain collectives.
         pack_bytes: As for `Executor`.
         replica_ids: Indices of the replicas, for reports. Defaults to 0, 1, ...
@@ -137,7 +137,7 @@ class MeshExecutor(Executor):
         self,
         replicas: ReplicaDevices,
         *,
-        slices: Slices | None = None,
+        kept_bytes: int | None = None,
         collectives: bool = True,
         pack_bytes: int = 0,
         replica_ids: Sequence[int] | None = None,
@@ -146,9 +146,8 @@ class MeshExecutor(Executor):
     ) -> None:
         super().__init__(replicas, pack_bytes)
         self._reduction = reduction
-        self.slices = slices
-        has_slices = slices is not None
-        self.name = self._mapping = mapping or mapping_for(replicas, has_slices=has_slices)
+        self.kept_bytes = kept_bytes
+        self.name = self._mapping = mapping or mapping_for(replicas)
         self.replica_ids = range(len(replicas)) if replica_ids is None else replica_ids
         # One device needs no rendezvous, and every accelerator has its own queue.
         self._bounded = replicas.on_host and collectives and is_needed()
@@ -171,13 +170,14 @@ class MeshExecutor(Executor):
         rules = rules_inside(self._mapping, self.replicas, program.guard, self._reduction)
         final = program.final
         start = len(program.inputs)
+        end = start + len(captured)
         more: list[Any] = [*captured.values()]
         # See `Lowering`. GPUs need no unknown 0.
         delays = any(op.kind == "gather" and op.inputs[1:] for op in final.everywhere())
         delays = delays and not self.replicas.on_gpus
 
         def replica(*leaves: Any) -> Sequence[Any]:
-            arrays = dict(zip(captured, leaves[start:], strict=False))
+            arrays = dict(zip(captured, leaves[start:end], strict=True))
             zero = leaves[-1] if delays else None
             lowering = Lowering(arrays, rules, self.pack_bytes, self.replicas.axis_name, zero)
             results = lowering.run(final, leaves[:start])
@@ -233,9 +233,10 @@ class MeshExecutor(Executor):
             CALLED_SEQUENTIALLY if together else rules,
         )
         start = len(program.inputs)
+        end = start + len(ids)
 
         def on_device(*leaves: Any) -> list[Any]:
-            arrays = dict(zip(ids, leaves[start:], strict=False))
+            arrays = dict(zip(ids, leaves[start:end], strict=True))
             if together:
                 mode: OnDevice = Vectorized(self.replicas, arrays, self._reduction)
             else:

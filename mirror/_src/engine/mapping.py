@@ -40,18 +40,13 @@ STAGED = ("vmap", "in turn")
 _pmap = jax.pmap
 
 
-def mapping_for(replicas: ReplicaDevices, *, has_slices: bool = False) -> Mapping:
-    """Returns how to map over these devices.
-
-    Args:
-        replicas: Devices of the replicas, of one type.
-        has_slices: Whether programs may have sharded inputs and outputs.
-    """
+def mapping_for(replicas: ReplicaDevices) -> Mapping:
+    """Returns how to map over these devices, of one type."""
     if replicas.in_turn:
         return "in turn"
     if replicas.replicas_per_device > 1:
         return "vmap"
-    if replicas.spans_processes or has_slices:
+    if replicas.spans_processes or replicas.slice_bytes is not None:
         return "shard_map"
     return "jit" if len(replicas) == 1 else "pmap"
 

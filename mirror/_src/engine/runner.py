@@ -92,7 +92,6 @@ class Runner:
         self.replicas = replicas
         self._ops = ops
         self._executor = choose(replicas, ops)
-        self.holds_slices = self._executor.slices is not None
         self._chooses = chooses
         self.choice = ""
         self._steps = Steps()
@@ -159,6 +158,7 @@ class Runner:
         found: tuple[Any, StepProgram] | None = None
         reshards = False
         for _ in range(_MAX_ATTEMPTS):
+            has_slices = self.replicas.slice_bytes is not None  # `_find` may choose otherwise
             # The lock is held from reading the state to writing it back: two threads that donate
             # the same buffers would end the process (JAX 0.10.2). It is not held while a step is
             # traced and compiled: other threads continue, and the step may start a thread that runs
@@ -177,7 +177,7 @@ class Runner:
                 prepared = self._placer.prepare(call, passed if placed is None else placed, program)
                 leaves = placed = prepared.leaves
                 if program is not None:
-                    if reshards or (self.holds_slices and program.reshards_often):
+                    if reshards or (has_slices and program.reshards_often):
                         call, leaves = self._placer.reshard(program, call, leaves)
                     if self._host_values is not None:
                         self._agree(call, program, passed, leaves, prepared.new)
@@ -197,14 +197,13 @@ class Runner:
                         raise
                     except ValueError as error:
                         # JAX has compared the shardings of all leaves, in C++.
-                        if reshards or not self.holds_slices or "harding" not in str(error):
+                        if reshards or not has_slices or "harding" not in str(error):
                             raise
                         program.num_reshards += 1
                         reshards = True
                         continue
-            before = self.choice
             found = key, self._find(call, key, leaves, compiles=True)
-            reshards = self.holds_slices or self.choice != before
+            reshards = has_slices
         raise RuntimeError(
             f"{name_of(fn)} was traced several times, but JAX requested another trace "
             "every time, because its configuration changed. Do not change jax.config in the step, "
@@ -433,19 +432,22 @@ class Runner:
         return analyze(
             call,
             self._trace(call, types),
-            slices=executor.slices,
+            slice_bytes=executor.replicas.slice_bytes,
+            kept_bytes=executor.kept_bytes,
             pack_bytes=executor.pack_bytes,
             donated=None if reports else call.donate_argnums,
             reports=reports,
         )
 
-    def _choose(self, call: Call, types: Types) -> None:
-        """Chooses how the state is stored, by the memory that a step needs."""
+    def _choose(self, call: Call, types: Types) -> StepProgram:
+        """Chooses how the state is stored, by the memory that a step needs; returns its program."""
+        made: dict[tuple[float | None, int | None], tuple[Executor, StepProgram]] = {}
 
         def make(slice_bytes: float | None, kept_bytes: int | None) -> StepProgram:
             executor = choose(self.replicas.sliced_from(slice_bytes), self._ops, kept_bytes)
             program = StepProgram(self._analyze(call, types, executor), call, executor)
-            program.compiled.compile()
+            program.compile()
+            made[slice_bytes, kept_bytes] = executor, program
             return program
 
         choice = fitting(make, self.replicas)
@@ -453,21 +455,22 @@ class Runner:
             self._chooses = False
             self.choice = choice.why
             self.replicas.slice_bytes = choice.slice_bytes
-            self._executor = choose(self.replicas, self._ops, choice.kept_bytes)
-            self.holds_slices = self._executor.slices is not None
+            self._executor, program = made[choice.slice_bytes, choice.kept_bytes]
+            self._executor.replicas = self.replicas
             # Other programs, and records of where arrays are, do not fit any more.
             self._steps.forget_programs()
             self._placer = ArgumentPlacer(self._group, self.replicas)
             self._objects = ObjectTable(self.replicas)
         _logger.info("shard='auto': %s", choice.why)
+        return program
 
     def _make(self, call: Call, types: Types) -> StepProgram:
         """Makes a program, and issues its warnings."""
         analysis = self._analyze(call, types)
         if self._chooses and analysis.has_state:
-            self._choose(call, types)
-            analysis = self._analyze(call, types)
-        program = StepProgram(analysis, call, self._executor)
+            program = self._choose(call, types)
+        else:
+            program = StepProgram(analysis, call, self._executor)
         self._placer.accept_sharded(program.final)
         warned, lone = self._steps.of(call.fn).warned, self._steps.lone(call.fn)
         notes, n = analysis.notes, len(self.replicas)

@@ -22,6 +22,8 @@ from mirror._src.passes.program import (
     Program,
     Settings,
     Value,
+    makers_of,
+    readers_of,
     values_of,
     with_bodies,
 )
@@ -31,24 +33,26 @@ def order(program: Program, settings: Settings) -> Program:
     """Orders and merges the gathers of a program, and of the loops in it."""
     if math.isinf(settings.min_bytes):
         return program
-    operations = _summed_early(with_bodies(program, lambda body: order(body, settings)))
-    readers = {atom for operation in operations for atom in operation.inputs}
-    gathers = [op for op in operations if op.kind == "gather" and op.outputs[0] in readers]
+    program = with_bodies(program, lambda body: order(body, settings))
+    operations, readers = _summed_early(program), readers_of(program)
+    gathers = [op for op in operations if op.kind == "gather" and readers[op.outputs[0]]]
     if settings.kept_bytes is None:
         sizes = (gather.outputs[0].num_bytes for gather in gathers)
         settings = settings._replace(kept_bytes=max(sizes, default=0))
     cache = _Cache(gathers, settings.kept_bytes or 0)
     latest: list[Value] = []  # what the next gather starts after
     known: dict[Atom, Value] = {}  # the gathered value that is read instead of another one
+    computed = set(program.inputs)
     ordered = []
-    for i, operation in enumerate(operations):
+    for operation in operations:
         if operation in cache.gathers:
             (part,), (whole,) = operation.inputs, operation.outputs
             kept = cache.find(part)
             if kept is not None:
                 known[whole] = kept
                 continue
-            earlier = latest or _other_operands(operations[i + 1 :], whole)
+            operands = [v for v in values_of(readers[whole][0].inputs) if v in computed]
+            earlier = latest or [v for v in operands if _can_be_awaited(v)][:1]
             operation = replace(operation, inputs=[part, *earlier])
             cache.keep(part, whole)
             sums = [value for value in latest if value.layout.axis is not None]
@@ -61,6 +65,7 @@ def order(program: Program, settings: Settings) -> Program:
                 latest.append(operation.outputs[0])
             elif (value := _result_of_work(operation)) is not None:
                 latest = [value, *(v for v in latest if v.layout.axis is not None)]
+        computed.update(operation.outputs)
         ordered.append(operation)
     outputs = [known.get(atom, atom) for atom in program.outputs]
     return program._replace(operations=ordered, outputs=outputs)
@@ -114,30 +119,20 @@ def _result_of_work(operation: Operation) -> Value | None:
     """Returns a result of an operation that takes long; `None` for other operations."""
     if operation.kind != "loop" and operation.name not in GENERAL | CONTROL:
         return None
-    return next((v for v in operation.outputs if v.layout.is_own and _is_number(v)), None)
+    return next(filter(_can_be_awaited, operation.outputs), None)
 
 
-def _other_operands(operations: Sequence[Operation], whole: Value) -> list[Value]:
-    """Returns an operand of the first reader that is not gathered, so that loops gather in turn."""
-    reader = next((op for op in operations if whole in op.inputs), None)
-    operands = values_of(reader.inputs) if reader is not None else []
-    made = {value for op in operations for value in op.outputs}
-    return [v for v in operands if v.layout.is_own and v not in made and _is_number(v)][:1]
-
-
-def _is_number(value: Value) -> bool:
+def _can_be_awaited(value: Value) -> bool:
+    """Whether a value is a number of the replica's own that a gather can start after."""
     dtype = value.aval.dtype
-    is_extended = jnp.issubdtype(dtype, jax.dtypes.extended)
-    return not is_extended and dtype.itemsize <= 8 and math.prod(value.aval.shape) > 0
+    is_number = not jnp.issubdtype(dtype, jax.dtypes.extended) and dtype.itemsize <= 8
+    return value.layout.is_own and is_number and math.prod(value.aval.shape) > 0
 
 
 def _summed_early(program: Program) -> list[Operation]:
     """Returns the operations with each scatter, and what only leads to it, as early as possible."""
     operations = program.operations
-    readers = defaultdict[Value, list[Operation]](list)
-    for operation in operations:
-        for value in values_of(operation.inputs):
-            readers[value].append(operation)
+    readers, makers = readers_of(program), makers_of(program)
     returned = set(values_of(program.outputs))
     early: set[Operation] = set()
     for operation in reversed(operations):
@@ -146,7 +141,6 @@ def _summed_early(program: Program) -> list[Operation]:
         is_light = operation.kind == "equation" and operation.name in ELEMENTWISE | SHAPING
         if operation.kind == "scatter" or (leads and is_light and not operation.has_effects):
             early.add(operation)
-    makers = {value: op for op in operations for value in op.outputs}
     missing = {}
     waiting = defaultdict[Operation, list[Operation]](list)
     for operation in early:

@@ -12,6 +12,7 @@ Every value has a layout, which says what the replicas hold of it. The operation
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -164,19 +165,6 @@ class Program(NamedTuple):
         return dict(_sharded(self.outputs))
 
 
-class Slices(NamedTuple):
-    """Which mirrored arrays are stored in slices, besides state that is only read in slices.
-
-    Attributes:
-        min_bytes: Mirrored inputs of at least this many bytes are stored in slices even if
-            operations need them whole, and gathered for each. Infinite if none are.
-        kept_bytes: Bytes of gathered values that are kept for later reads. `None` for the largest.
-    """
-
-    min_bytes: float = math.inf
-    kept_bytes: int | None = None
-
-
 class Settings(NamedTuple):
     """Facts that passes need besides the program.
 
@@ -186,8 +174,9 @@ class Settings(NamedTuple):
         per_replica: For each input, whether replicas may hold different values.
         state: For all state that may be stored in slices, the position of its input and of the
             output with its new value. `None` if nothing is stored in slices.
-        min_bytes: See `Slices`.
-        kept_bytes: See `Slices`.
+        min_bytes: Mirrored inputs of at least this many bytes are stored in slices even if
+            operations need them whole, and gathered for each. Infinite if none are.
+        kept_bytes: Bytes of gathered values that are kept for later reads. `None` for the largest.
         axis_name: Name of the replica axis.
         in_rounds: Whether the host runs all collectives, in rounds between stages.
     """
@@ -252,6 +241,20 @@ def flatten(
     for program in programs:
         outputs = walk(program, [*inputs, *outputs], Constant, equation)
     return Program(inputs, operations, outputs)
+
+
+def readers_of(program: Program) -> Mapping[Value, list[Operation]]:
+    """Returns the operations that read each value."""
+    readers = defaultdict[Value, list[Operation]](list)
+    for operation in program.operations:
+        for value in values_of(operation.inputs):
+            readers[value].append(operation)
+    return readers
+
+
+def makers_of(program: Program) -> Mapping[Atom, Operation]:
+    """Returns the operation that computes each value."""
+    return {value: op for op in program.operations for value in op.outputs}
 
 
 def with_bodies(program: Program, rewrite: Callable[[Program], Program]) -> Program:

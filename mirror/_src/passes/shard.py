@@ -30,6 +30,8 @@ from mirror._src.passes.program import (
     Program,
     Settings,
     Value,
+    makers_of,
+    readers_of,
     values_of,
 )
 from mirror._src.passes.slices import (
@@ -37,9 +39,7 @@ from mirror._src.passes.slices import (
     Slicing,
     is_large,
     is_scattered,
-    makers_of,
     opens_slices,
-    readers_of,
     reduces_slices,
 )
 
@@ -54,9 +54,7 @@ def opens(_: Sequence[ClosedJaxpr | Jaxpr], settings: Settings) -> Opens:
     def may_share(eqn: JaxprEqn, inputs: Sequence[Atom]) -> bool:
         inner = called(eqn)
         assert inner is not None
-        if contains_collective(jaxpr_of(inner)):
-            return True
-        if reads_slices(eqn, inputs):
+        if contains_collective(jaxpr_of(inner)) or reads_slices(eqn, inputs):
             return True
         is_mirrored = not any(value.layout.is_own for value in values_of(inputs))
         return is_mirrored and not contains_replica_source(jaxpr_of(inner))
@@ -94,13 +92,8 @@ class _Search:
         self.maker = makers_of(program)
         self.readers = readers_of(program)
 
-    def _has_axis(self, atom: Atom) -> bool:
-        return shard_axis(atom.aval.shape, self.num_replicas) is not None
-
-    def _axis(self, atom: Atom) -> int:
-        axis = shard_axis(atom.aval.shape, self.num_replicas)
-        assert axis is not None
-        return axis
+    def _axis(self, atom: Atom) -> int | None:
+        return shard_axis(atom.aval.shape, self.num_replicas)
 
     def region(self) -> set[Operation]:
         """Returns the largest set of operations whose results no other operation needs whole."""
@@ -120,7 +113,7 @@ class _Search:
         if operation.kind == "barrier" or len(operation.outputs) != 1 or operation.has_effects:
             return False
         (output,) = operation.outputs
-        if output.layout.is_own or not self._has_axis(output):
+        if output.layout.is_own or self._axis(output) is None:
             return False
         if is_scattered(operation):
             # A reduce-scatter rounds half precision in another order. Integers are not gradients.
@@ -150,7 +143,8 @@ class _Search:
         roots += [self.maker[atom] for o in state.values() if (atom := outputs[o]) in self.maker]
         useful = self._connected([root for root in roots if root in region], region)
         only_read = [i for i, value in enumerate(inputs) if is_large(value, self.settings)]
-        axes = {i: self._axis(inputs[i]) for i in [*state, *only_read] if not reasons.get(i)}
+        found = {i: self._axis(inputs[i]) for i in [*state, *only_read] if not reasons.get(i)}
+        axes = {i: axis for i, axis in found.items() if axis is not None}
         new = {o: axes[i] for i, o in state.items()}
         return Plan(useful, axes, new, {i: why for i, why in reasons.items() if why})
 
@@ -176,7 +170,7 @@ class _Search:
         aval = value.aval
         if not aval.shape:
             return "a scalar"
-        if not self._has_axis(value):
+        if self._axis(value) is None:
             return f"no axis of {describe(aval)} is divisible by {self.num_replicas}"
         if not isinstance(new, Value):
             return "its new value is a constant"

@@ -1,8 +1,8 @@
 """Rewrites a program so that a plan of `shard` is carried out: `Slicing`."""
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,8 @@ from mirror._src.passes.program import (
     Settings,
     Value,
     flatten,
+    makers_of,
+    readers_of,
     values_of,
 )
 
@@ -91,20 +93,6 @@ def reduces_slices(operation: Operation, num_replicas: int) -> bool:
     return is_exact and shard_axis(aval.shape, num_replicas) is not None
 
 
-def readers_of(program: Program) -> Mapping[Value, list[Operation]]:
-    """Returns the operations that read each value."""
-    readers = defaultdict[Value, list[Operation]](list)
-    for operation in program.operations:
-        for value in values_of(operation.inputs):
-            readers[value].append(operation)
-    return readers
-
-
-def makers_of(program: Program) -> dict[Atom, Operation]:
-    """Returns the operation that computes each value."""
-    return {value: op for op in program.operations for value in op.outputs}
-
-
 class Slicing:
     """Program in which a plan is carried out.
 
@@ -113,6 +101,8 @@ class Slicing:
         whole: The values that exist whole.
         operations: The operations so far.
         summed: Values whose slices are already summed over the replicas.
+        readers: The operations of the old program that read each value.
+        makers: The operation of the old program that computes each value.
     """
 
     def __init__(self, program: Program, plan: Plan, settings: Settings) -> None:
@@ -125,7 +115,7 @@ class Slicing:
             self.slices[program.inputs[i]] = self.new_slice(program.inputs[i], axis)
         self.operations: list[Operation] = []
         self.summed: set[Atom] = set()
-        self.readers = readers_of(program)
+        self.readers, self.makers = readers_of(program), makers_of(program)
         self._index: Value | None = None
 
     @property
@@ -143,25 +133,27 @@ class Slicing:
         (eqn,) = trace(fn, types, self.num_replicas, self.axis_name).jaxpr.eqns
         return eqn
 
-    def program(self) -> Program:
-        """Returns the program."""
+    def program(self, output: Callable[[int, Atom], Atom] | None = None) -> Program:
+        """Returns the program.
+
+        Args:
+            output: Returns what the new program returns for an output. Defaults to `self.output`.
+        """
         for operation in self.old.operations:
             self.rewrite(operation)
-        makers = makers_of(self.old)
-        outputs: list[Atom] = []
-        for j, atom in enumerate(self.old.outputs):
-            if j in self.plan.outputs:
-                outputs.append(self.slice_of(atom, makers.get(atom), self.plan.outputs[j]))
-            elif self.is_slice(atom) and is_large(atom, self.settings):
-                outputs.append(self.slices[atom])
-            else:
-                outputs.append(self.read(atom, makers.get(atom)))
-        return Program(self.inputs(), self.operations, outputs, self.plan.reasons, self.old.marks)
+        outputs = list(map(output or self.output, range(len(self.old.outputs)), self.old.outputs))
+        inputs = [
+            self.slices[v] if i in self.plan.inputs else v for i, v in enumerate(self.old.inputs)
+        ]
+        return Program(inputs, self.operations, outputs, self.plan.reasons, self.old.marks)
 
-    def inputs(self) -> list[Value]:
-        """Returns the inputs of the program."""
-        inputs = enumerate(self.old.inputs)
-        return [self.slices[v] if i in self.plan.inputs else v for i, v in inputs]
+    def output(self, j: int, atom: Atom) -> Atom:
+        """Returns an output: the slices of state and of what is stored like it, or the whole."""
+        if j in self.plan.outputs:
+            return self.slice_of(atom, self.makers.get(atom), self.plan.outputs[j])
+        if self.is_slice(atom) and is_large(atom, self.settings):
+            return self.slices[atom]
+        return self.read(atom, self.makers.get(atom))
 
     def rewrite(self, operation: Operation) -> None:
         """Adds an operation, for slices where it can be."""
@@ -183,14 +175,19 @@ class Slicing:
     def keep(self, operation: Operation, inputs: list[Atom]) -> None:
         """Adds an operation that reads whole values."""
         if any(new is not old for new, old in zip(inputs, operation.inputs, strict=True)):
-            eqn, outputs, around = operation.eqn, operation.outputs, operation.around
-            operation = Operation(operation.kind, eqn, inputs, outputs, around)
+            operation = replace(operation, inputs=inputs)
         self.operations.append(operation)
         self.whole.update(operation.outputs)
 
     def is_slice(self, atom: Atom) -> bool:
         """Whether a value exists in slices only."""
         return atom in self.slices and atom not in self.whole
+
+    def axis(self, atom: Atom) -> int:
+        """Returns the axis along which a value of the region is sliced."""
+        axis = shard_axis(atom.aval.shape, self.num_replicas)
+        assert axis is not None  # otherwise the value would not be in the region
+        return axis
 
     def new_slice(self, atom: Atom, axis: int) -> Value:
         """Returns a new value for the slices of another one."""
@@ -210,8 +207,7 @@ class Slicing:
         """Returns the slices of a value, or a scalar itself."""
         if not atom.aval.shape:
             return atom
-        axis = shard_axis(atom.aval.shape, self.num_replicas) if axis is None else axis
-        assert axis is not None  # otherwise the value would not be in the region
+        axis = self.axis(atom) if axis is None else axis
         part = self.slices.get(atom)
         if part is None or part.layout.axis != axis:
             whole, part = self.read(atom, reader), self.new_slice(atom, axis)
@@ -228,9 +224,7 @@ class Slicing:
         elif is_scattered(operation):
             self.slices[result] = self.scatter(operation.inputs[0], result, operation)
         else:
-            axis = shard_axis(result.aval.shape, self.num_replicas)
-            assert axis is not None
-            part = self.slices[result] = self.new_slice(result, axis)
+            part = self.slices[result] = self.new_slice(result, self.axis(result))
             inputs = [self.slice_of(atom, operation) for atom in operation.inputs]
             self.add("equation", operation, inputs, [part])
 
@@ -238,9 +232,7 @@ class Slicing:
         """Returns the slices of the sum of a value over the replicas."""
         if atom in self.summed:
             return self.slices[atom]
-        axis = shard_axis(result.aval.shape, self.num_replicas) if axis is None else axis
-        assert axis is not None
-        part = self.new_slice(result, axis)
+        part = self.new_slice(result, self.axis(result) if axis is None else axis)
         self.add("scatter", old, [self.read(atom, old)], [part])
         return part
 
@@ -275,10 +267,8 @@ class Slicing:
             return None
         if len(operation.outputs) != 1 or operation.outputs[0].layout.is_own:
             return None
-        (result,), (axis, *others) = (
-            operation.outputs,
-            {self.slices[atom].layout.axis for atom in arrays},
-        )
+        (result,) = operation.outputs
+        axis, *others = {self.slices[atom].layout.axis for atom in arrays}
         assert axis is not None
         if operation.name == "transpose":
             return list(operation.eqn.params["permutation"]).index(axis)
@@ -310,16 +300,14 @@ class Slicing:
         start, inputs = scan.num_consts, list[Atom]()
         for i, atom in enumerate(operation.inputs):
             axis = loop.stored.get(i)
-            if i - start in loop.sums:  # the parts of a sum over replicas that the loop starts with
-                value = operation.outputs[i - start]
-                is_zero = _is_zero(atom, self.old)
-                inputs.append(
-                    self.slice_of(atom, operation, axis)
-                    if is_zero
-                    else self.scatter(atom, value, loop.psums[i - start], axis)
-                )
+            j = i - start
+            if j in loop.sums and not _is_zero(self.makers.get(atom)):
+                # The parts of a sum over the replicas that the loop starts with.
+                inputs.append(self.scatter(atom, operation.outputs[j], loop.psums[j], axis))
+            elif axis is not None:
+                inputs.append(self.slice_of(atom, operation, axis))
             else:
-                inputs.append(self.slices[atom] if axis is not None else self.read(atom, operation))
+                inputs.append(self.read(atom, operation))
         outputs = list(operation.outputs)
         for j, value in enumerate(operation.outputs):
             axis = body.outputs[j].layout.axis
@@ -385,6 +373,7 @@ class _Loop:
         self.stored = {i: axes[i] for i in sorted(in_body)}
         self.inputs = {i: axis - (i >= start) for i, axis in self.stored.items()}
         self.flat = self._flat()
+        self._readers = readers_of(self.flat)
         self.scattered, self.sums = dict[int, int](), dict[int, Operation]()
         self.psums = dict[int, Operation]()
         for j, value in enumerate(operation.outputs):
@@ -428,7 +417,7 @@ class _Loop:
     def _sum(self, j: int) -> Operation | None:
         """Returns the addition that a carried value is only the sum of; `None` if it is not."""
         value, new = self.flat.inputs[self.scan.num_consts + j], self.flat.outputs[j]
-        readers = readers_of(self.flat)
+        readers = self._readers
         if len(readers[value]) != 1 or readers[value][0].outputs != [new]:
             return None
         (operation,) = readers[value]
@@ -438,29 +427,24 @@ class _Loop:
 
     def body(self) -> Program:
         """Returns the body, rewritten."""
-        flat, num_carry = self.flat, self.scan.num_carry
-        carried = {j: self.stored[self.scan.num_consts + j] for j in self.sums}
-        plan = Plan(
-            set(), self.inputs, carried, sums={op: self.psums[j] for j, op in self.sums.items()}
-        )
-        slicing = Slicing(flat, plan, self.around.settings)
-        for operation in flat.operations:
-            slicing.rewrite(operation)
-        makers = makers_of(flat)
-        outputs: list[Atom] = []
-        for j, atom in enumerate(flat.outputs):
+        start, num_carry = self.scan.num_consts, self.scan.num_carry
+        carried = {j: self.stored[start + j] for j in self.sums}
+        sums = {operation: self.psums[j] for j, operation in self.sums.items()}
+        plan = Plan(set(), self.inputs, carried, sums=sums)
+        slicing = Slicing(self.flat, plan, self.around.settings)
+
+        def output(j: int, atom: Atom) -> Atom:
             if j in self.scattered:
-                outputs.append(slicing.scatter(atom, atom, self.psums[j], self.scattered[j]))
-            elif slicing.is_slice(atom) and (j >= num_carry or j in self.sums):
-                outputs.append(slicing.slices[atom])
-            else:
-                outputs.append(slicing.read(atom, makers.get(atom, self.operation)))
-        return Program(slicing.inputs(), slicing.operations, outputs, marks=flat.marks)
+                return slicing.scatter(atom, atom, self.psums[j], self.scattered[j])
+            if slicing.is_slice(atom) and (j >= num_carry or j in self.sums):
+                return slicing.slices[atom]
+            return slicing.read(atom, slicing.makers.get(atom, self.operation))
+
+        return slicing.program(output)
 
 
-def _is_zero(atom: Atom, program: Program) -> bool:
-    """Whether a value is an array of zeros."""
-    maker = makers_of(program).get(atom)
+def _is_zero(maker: Operation | None) -> bool:
+    """Whether an operation makes an array of zeros."""
     if maker is None or maker.name != "broadcast_in_dim":
         return False
     (scalar,) = maker.inputs

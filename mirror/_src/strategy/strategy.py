@@ -779,7 +779,7 @@ class Strategy(abc.ABC):
         kwargs = {} if kwargs is None else kwargs
         require_call(fn, args, kwargs, "explain")
         require_int("steps", steps)
-        replicas = self._replicas.sliced_from(self._replicas.slice_bytes)
+        replicas = copy.copy(self._replicas)
         scratch = Runner(self, replicas, self._cross_device_ops)
         runners = Runners(self._runner, scratch, self._single_runner())
         return explain(runners, fn, args, kwargs, data, steps)
@@ -852,7 +852,7 @@ class Strategy(abc.ABC):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         twin = memo[id(self)] = object.__new__(type(self))
         ops = copy.deepcopy(self._cross_device_ops, memo)
-        replicas = self._replicas.sliced_from(self._replicas.slice_bytes)
+        replicas = copy.copy(self._replicas)
         Strategy.__init__(twin, replicas, ops, shard=self._shard)
         return twin
 

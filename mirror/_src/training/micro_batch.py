@@ -10,15 +10,14 @@ import jax
 from mirror._src.base.errors import bytes_in_words, counted, require_int
 from mirror._src.data.padded import PaddedBatch
 from mirror._src.devices.backend import logical_name
-from mirror._src.devices.memory import memory_info
 from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.engine.auto_shard import usable_bytes
 from mirror._src.engine.per_replica import is_per_replica
 from mirror._src.inspection.memory_report import MemoryReport
 
 MicroBatchArgument: TypeAlias = int | Literal["auto"] | None
 
 _logger = logging.getLogger("mirror")
-_SHARE = 0.9  # the rest is for batches that are loaded ahead, and for gaps between arrays
 
 
 @final
@@ -53,13 +52,12 @@ class MicroBatch:
             self._limit = int(memory_limit)
             return
         for device in replicas.distinct:
-            info = memory_info(device.memory_stats())
-            if info is None:
+            limit = usable_bytes(device)
+            if limit is None:
                 raise ValueError(
                     f'micro_batch="auto" requires a limit, because {logical_name(device)} does not '
                     "report its memory. Pass the bytes: Trainer(..., memory_limit=8 * 2**30)."
                 )
-            limit = int(_SHARE * info["limit"])
             self._limit = min(self._limit or limit, limit)
 
     def num_pieces(self, padded: PaddedBatch, estimate: Callable[[int], MemoryReport]) -> int:

@@ -33,9 +33,7 @@ def _stored(value: Any) -> Any:
     """Returns slices of an array that the scope has mirrored, not one on a device of its own."""
     frame = current_frame()
     devices = None if frame is None or frame.replica is not None else frame.devices
-    if devices is None or devices.slice_bytes is None:
-        return value
-    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+    if devices is None or not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
         return value
     axis = devices.stored_axis(value) if devices.is_mirrored(value) else None
     return value if axis is None else devices.shard(value, axis)

@@ -15,7 +15,6 @@ from weakref import WeakValueDictionary
 
 import jax
 
-from mirror._src.base.types import Array
 from mirror._src.devices.narrowing import require_fits
 from mirror._src.devices.op_log import placement_log
 from mirror._src.devices.replicas import ReplicaDevices
@@ -80,11 +79,6 @@ class ObjectTable:
         records = self._records
         return lambda _: records.pop(key, None) and None
 
-    def _is_placed(self, leaf: Array) -> bool:
-        if self._replicas.is_stored(leaf):
-            return True
-        return self._replicas.slice_bytes is not None and self._replicas.is_sharded(leaf)
-
     def _mirror(
         self, record: Record, leaves: list[Any], roots: Callable[[], Sequence[str]]
     ) -> list[Any]:
@@ -112,7 +106,7 @@ class ObjectTable:
                 mirrored.append(spread_over(record.holder(i), self._replicas))
                 continue
             # A buffer that two variables share would be donated twice, which crashes JAX 0.10.2.
-            is_placed = isinstance(leaf, jax.Array) and self._is_placed(leaf)
+            is_placed = isinstance(leaf, jax.Array) and self._replicas.is_placed(leaf)
             if not is_placed:
                 require_fits(functools.partial(_name_of, names, i), leaf)
             is_ready = is_placed and taken.isdisjoint(buffers_of(leaf))

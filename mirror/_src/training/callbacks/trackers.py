@@ -1,7 +1,6 @@
 """`Tracker`: a run of Weights & Biases, MLflow, Trackio, Aim or TensorBoard."""
 
 import contextlib
-import importlib
 import inspect
 import operator
 import tempfile
@@ -13,6 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, final
 from mirror._src.base.errors import expected, nearest
 from mirror._src.base.modules import set_module
 from mirror._src.base.naming import depth_of_user
+from mirror._src.base.optional import require
 from mirror._src.cluster.store import is_chief
 from mirror._src.training.callbacks.callback import Callback
 from mirror._src.training.callbacks.logs import Log
@@ -155,16 +155,7 @@ class Tracker(Callback):
         self._name, self._library = library, _LIBRARIES[library]
         creator = self._library.creator
         module = creator.partition(".")[0]
-        try:
-            self._module = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name != module:
-                raise
-            raise ModuleNotFoundError(
-                f"Tracker({library!r}) requires {module}, which is not installed. Install it: pip "
-                f"install {module}",
-                name=module,
-            ) from error
+        self._module = require(module, f"Tracker({library!r})", extra=None)
         self._create = operator.attrgetter(creator.removeprefix(f"{module}."))(self._module)
         try:
             inspect.signature(self._create).bind(**options)
