@@ -1,7 +1,9 @@
 """Repeated calls of `run`: no Python work per leaf, and every check still applies."""
 
+import _thread
 import contextlib
 import gc
+import operator
 import signal
 import sys
 import threading
@@ -295,6 +297,26 @@ def is_interrupted_at(event_number: int, call: Any) -> bool:
     finally:
         sys.setprofile(None)
     return countdown <= 0
+
+
+ARRAYS = {
+    "host": lambda strategy: np.ones(4, np.float32),
+    "plain": lambda strategy: jnp.ones(4),
+    "borrowed": lambda strategy: strategy._runner.borrow(np.ones(4, np.float32)),
+    "own": own,
+}
+
+
+@rows("make", ARRAYS)
+def test_interrupt_is_raised_although_arrays_are_freed(strategy, make):
+    """Python code that ran then would lose it. Here, no Python code runs before the arrays go."""
+    state, arrays = ARRAYS["host"](strategy), []
+    for _ in range(3):
+        arrays += [state, batch := make(strategy)]
+        state = strategy.run(jnp.add, (state, batch))
+    del state, batch
+    with pytest.raises(KeyboardInterrupt):
+        list(map(operator.call, [_thread.interrupt_main, arrays.clear]))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -568,6 +568,14 @@ _OF_RUN = (
         likely="one_array_in_two",
     ),
     Fault(
+        "a Ctrl-C that is lost while an array is freed",
+        f"{_RUN}/recent_arrays.py",
+        "ref(array, functools.partial(self._references.pop, key))",
+        "ref(array, lambda _: self._references.pop(key))",
+        ("tests/engine/test_repeated_calls.py",),
+        likely="interrupt_is_raised",
+    ),
+    Fault(
         "one buffer in two arrays",
         f"{_RUN}/argument_placer.py",
         "            taken |= addresses\n",

@@ -295,6 +295,7 @@ def interrupt(kind: str) -> None:
 
 def endless(kind: str) -> None:
     """Trains until Ctrl-C, which it gets after 50 launches and does not handle."""
+    gc.disable()  # with Python 3.11, JAX's callback of the collector loses an exception
     strategy = on_one(kind)
     arguments = (*objects(strategy, 64, 256, 3), *batches(1, 64, 64))
     launches: list[Any] = []

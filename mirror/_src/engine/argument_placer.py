@@ -5,7 +5,6 @@ import itertools
 import operator
 from collections.abc import Iterable, Sequence, Set
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import jax
 import numpy as np
@@ -23,7 +22,7 @@ from mirror._src.engine.arguments import ref_message
 from mirror._src.engine.call import Call
 from mirror._src.engine.mesh import require_not_stacked
 from mirror._src.engine.program import StepProgram
-from mirror._src.engine.recent_arrays import RecentArrays, address
+from mirror._src.engine.recent_arrays import RecentArrays, WeakArrays, address
 from mirror._src.engine.replica_context import ReplicaGroup
 from mirror._src.passes.program import Program
 
@@ -69,8 +68,8 @@ class ArgumentPlacer:
         self._own_ids = {id(replicas.mirrored), id(replicas.stacked)}
         # Weak references, or the arrays of earlier steps would stay allocated. An entry is valid
         # only if it is the very array: a new array may have the id of one that has been freed.
-        self._unshared: WeakValueDictionary[int, Array] = WeakValueDictionary()  # by id
-        self._owners: WeakValueDictionary[int, Array] = WeakValueDictionary()  # by buffer address
+        self._unshared = WeakArrays()  # by id
+        self._owners = WeakArrays()  # by buffer address
         self.recent = RecentArrays()
 
     def prepare(self, call: Call, leaves: list[Any], program: StepProgram | None) -> "Prepared":
@@ -157,7 +156,7 @@ class ArgumentPlacer:
             accepted = self._stacked if i in per_replica else self._mirrored
             if placed is not leaf:
                 if i not in per_replica:
-                    self._unshared[id(placed)] = placed
+                    self._unshared.add(id(placed), placed)
             elif isinstance(leaf, jax.Array):
                 sharding = leaf.sharding
                 if id(sharding) not in accepted and sharding in accepted.values():
@@ -175,7 +174,8 @@ class ArgumentPlacer:
         long as the results are used.
         """
         placed = self._replicas.borrow(tree, self._replicas.mirrored)
-        self._unshared.update({id(leaf): leaf for leaf in jax.tree.leaves(placed)})
+        for leaf in jax.tree.leaves(placed):
+            self._unshared.add(id(leaf), leaf)
         return placed
 
     def copy_repeated(
@@ -300,8 +300,9 @@ class ArgumentPlacer:
                 leaves[i] = self._replicas.copy(leaves[i])
                 addresses = buffers_of(leaves[i])
             taken |= addresses
-            self._unshared[id(leaves[i])] = leaves[i]
-            self._owners.update(dict.fromkeys(addresses, leaves[i]))
+            self._unshared.add(id(leaves[i]), leaves[i])
+            for key in addresses:
+                self._owners.add(key, leaves[i])
 
     def _mirror(self, leaf: Any) -> Array:
         if isinstance(leaf, jax.Array) and self._replicas.is_placed(leaf):

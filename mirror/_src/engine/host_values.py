@@ -7,7 +7,6 @@ the same: a learning rate, an assigned variable, an array that was changed betwe
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, final
-from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from mirror._src.engine.agreement import require_same_launch
 from mirror._src.engine.call import Call
 from mirror._src.engine.nnx.table import ObjectTable
 from mirror._src.engine.program import StepProgram
+from mirror._src.engine.recent_arrays import WeakArrays
 from mirror._src.jaxprs.fingerprint import fingerprint
 
 _LARGE = 2**16  # bytes; of larger arrays, the device computes a fingerprint
@@ -79,7 +79,7 @@ class HostValues:
 
     def __init__(self, objects: ObjectTable) -> None:
         self._objects = objects
-        self._known: WeakValueDictionary[int, Array] = WeakValueDictionary()  # by id
+        self._known = WeakArrays()  # by id
 
     def note(
         self,
@@ -141,6 +141,6 @@ class HostValues:
         return _OnDevice(leaf)
 
     def _remember(self, passed: Any, leaf: Array) -> None:
-        self._known[id(leaf)] = leaf
+        self._known.add(id(leaf), leaf)
         if passed is not leaf and isinstance(passed, jax.Array):  # which no one can change
-            self._known[id(passed)] = passed
+            self._known.add(id(passed), passed)

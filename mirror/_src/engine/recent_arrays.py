@@ -30,6 +30,26 @@ address = object.__hash__
 
 
 @final
+class WeakArrays:
+    """Arrays by key, without those that have been freed.
+
+    Unlike `WeakValueDictionary`, it runs no Python code when an array is freed: Python drops an
+    exception there, so a Ctrl-C would be lost (1.6 % of them, in a loop of short steps).
+    """
+
+    def __init__(self) -> None:
+        self._references: dict[int, Ref] = {}
+
+    def get(self, key: int) -> Any:
+        """Returns the array of a key, or None."""
+        return self._references.get(key, _DEAD)()
+
+    def add(self, key: int, array: Any) -> None:
+        """Adds an array, or replaces the one that the key has."""
+        self._references[key] = ref(array, functools.partial(self._references.pop, key))
+
+
+@final
 class Run:
     """The mirrored arrays that one launch has returned, as weak references.
 
@@ -184,8 +204,5 @@ class MirroredCopies:
         for i in positions:
             leaf, copy = leaves[i], placed[i]
             if copy is not leaf and isinstance(leaf, jax.Array):
-                self._copies[i] = i, ref(leaf, functools.partial(_drop, self._copies, i)), copy
-
-
-def _drop(copies: dict[int, Any], i: int, _: object) -> None:
-    copies.pop(i, None)
+                drop: Any = functools.partial(self._copies.pop, i)  # in C; see `WeakArrays`
+                self._copies[i] = i, ref(leaf, drop), copy
