@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import tracemalloc
 from collections import Counter
 
 import equinox as eqx
@@ -421,6 +422,30 @@ def test_trainer_trains_evaluates_predicts_and_restores_in_slices(steps, tmp_pat
         trainer = trainer_of(cpu_strategy(n, shard=shard), accumulate_steps=steps)
         trainer.restore(tmp_path / saved)
         assert_close(nnx.state(trainer.optimizer), nnx.state(results[saved][0].optimizer), 0)
+
+
+def test_large_checkpoints_pass_through_the_host_one_array_at_a_time(tmp_path, monkeypatch):
+    """NumPy reports its arrays to `tracemalloc`. There are 24 of 256 KiB."""
+
+    def peak(call):
+        tracemalloc.reset_peak()
+        before, _ = tracemalloc.get_traced_memory()
+        call()
+        return (tracemalloc.get_traced_memory()[1] - before) // 2**18
+
+    with cpu_strategy(N, shard="model").scope():
+        layers = [nnx.Linear(256, 256, rngs=nnx.Rngs(i)) for i in range(8)]
+        trainer = mirror.Trainer(nnx.Sequential(*layers), optax.adam(1e-3), "mse")
+    give_host_memory(2**22, monkeypatch)
+    tracemalloc.start()
+    try:
+        saving = peak(lambda: trainer.save(tmp_path / "save"))
+        restoring = peak(lambda: trainer.restore(tmp_path / "save"))
+        give_host_memory(None, monkeypatch)
+        copying = peak(lambda: trainer.save(tmp_path / "save"))
+    finally:
+        tracemalloc.stop()
+    assert max(saving, restoring) < 8 < 24 <= copying
 
 
 def test_reports_of_slices():

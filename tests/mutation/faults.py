@@ -1533,10 +1533,18 @@ _OF_CHECKPOINTS = (
     Fault(
         "arrays that the next step overwrites while they are saved",
         f"{_CHECKPOINTS}/files.py",
-        'return np.array(data, data.dtype.newbyteorder("="), order="C")',
-        'return np.asarray(data, data.dtype.newbyteorder("="), order="C")',
+        "_value(*items.pop(name), copy=True)",
+        "_value(*items.pop(name), copy=False)",
         ("tests/training/test_checkpoints.py",),
         likely="save_copies",
+    ),
+    Fault(
+        "arrays that training overwrites because they were not copied",
+        f"{_CHECKPOINTS}/store.py",
+        "if not copies or not self._asynchronous:",
+        "if not self._asynchronous:",
+        ("tests/training/test_checkpoints.py",),
+        likely="at_the_time_of_the_call",
     ),
     Fault(
         "an error of a write that is swallowed",

@@ -754,8 +754,9 @@ def strategy_in_slices(devices: Sequence[jax.Device], **options: Any) -> mirror.
 
 
 def give_host_memory(num_bytes: int | None, patch: pytest.MonkeyPatch) -> None:
-    """Makes the machine have this much memory, for `shard="auto"`."""
-    patch.setattr(auto_shard, "host_memory", lambda: num_bytes)
+    """Makes the machine have this much memory, for `shard="auto"` and checkpoints."""
+    for module in (auto_shard, checkpoints_store):
+        patch.setattr(module, "host_memory", lambda: num_bytes)
 
 
 def forget_strategies() -> None:

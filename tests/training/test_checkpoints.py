@@ -31,7 +31,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.kills import kill_me_at
 from tests.support.messages import assert_message, raises
-from tests.support.tables import mostly_slow
+from tests.support.tables import mostly_slow, rows
 
 CheckpointStore, KeyData = inside.checkpoint_store(), inside.key_data()
 checkpoint_files = inside.checkpoint_files()
@@ -121,6 +121,25 @@ def test_store_round_trips_every_name(tmp_path):
     found = load(tmp_path).arrays
     assert list(found) == NAMES
     assert all(same(arrays[name], found[name]) for name in NAMES)
+
+
+@rows("memory", {"one at a time": 0, "all at once": None})
+def test_values_are_the_ones_at_the_time_of_the_call(tmp_path, monkeypatch, memory):
+    """An asynchronous save that cannot copy all arrays is complete when it returns."""
+    inside.give_host_memory(memory, monkeypatch)
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    sliced = jax.device_put(np.arange(8.0), NamedSharding(mesh, PartitionSpec("x")))
+    saved = {"x": np.ones(3), "key": jax.random.key(7), "sliced": sliced}
+    with CheckpointStore(tmp_path, asynchronous=True) as store:
+        store.save(1, saved, {})
+        if memory == 0:
+            assert store.latest() == 1
+        saved["x"][:] = 0
+        sliced.delete()
+    found = load(tmp_path).arrays
+    np.testing.assert_array_equal(found["x"], 1)
+    np.testing.assert_array_equal(found["sliced"], np.arange(8.0))
+    np.testing.assert_array_equal(found["key"].data, [0, 7])
 
 
 def test_store_round_trips_position_and_metrics(tmp_path):

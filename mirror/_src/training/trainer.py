@@ -733,7 +733,8 @@ class Trainer(Generic[M]):
                 within `agreement_secs`, or calls it for another model or step.
         """
         self._require_no_fit("restore")
-        position, arrays = self._read(directory, step)
+        position, saved = self._read(directory, step)
+        arrays = snapshot.placed(self._objects, saved, self._local._replicas)
         with interrupts.DeferredInterrupts():  # all or nothing
             if self.loss_scale is not None:  # which a training without one does not save
                 self.loss_scale.reset()
@@ -742,16 +743,19 @@ class Trainer(Generic[M]):
             self._runner.has_lost_values = False
         warn_of_other_bits(position.bits, bits_of(self._local._replicas))
 
-    def _read(self, directory: str | Path, step: int | str) -> tuple[Position, Mapping[str, Any]]:
+    def _read(
+        self, directory: str | Path, step: int | str
+    ) -> tuple[Position, Iterable[tuple[str, Any]]]:
         """Returns the position and the arrays of a checkpoint that matches the model."""
         if self._local._spans_processes:
             current = snapshot.described(self._objects)  # a collective: before an error of one
-            return BroadcastRestore(self._local, directory, step, current).read()
+            position, arrays = BroadcastRestore(self._local, directory, step, current).read()
+            return position, arrays.items()
         checkpoint = find_checkpoint(directory, step)
         with checkpoint.readable():
             position = Position.from_dict(checkpoint.position)
         snapshot.require_match(snapshot.described(self._objects), checkpoint.entries)
-        return position, checkpoint.read()
+        return position, checkpoint.arrays()
 
     def _checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the contents of a checkpoint: arrays by name, and the position."""

@@ -175,7 +175,13 @@ class CheckpointHandle(NamedTuple):
     def read(self) -> dict[str, Any]:
         """Reads the arrays, or raises a `ValueError` if they are damaged."""
         with self.readable():
-            return files.read_arrays(self.paths[self.step], self.entries)
+            files.require_memory(self.entries)
+        return dict(self.arrays())
+
+    def arrays(self) -> Iterator[tuple[str, Any]]:
+        """Yields the arrays with their names; raises as `read`."""
+        with self.readable():
+            yield from files.read_arrays(self.paths[self.step], self.entries)
 
 
 def find_checkpoint(directory: str | os.PathLike[str], step: int | str) -> CheckpointHandle:

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,34 +45,54 @@ class KeyData:
         return jax.random.wrap_key_data(jnp.asarray(self.data), impl=self.impl)
 
 
-def on_host(arrays: Mapping[str, Any]) -> dict[str, np.ndarray | KeyData]:
-    """Copies arrays to the host. The caller may donate the buffers afterwards."""
+Value = np.ndarray | KeyData
+"""An array on the host."""
+
+
+def require_arrays(arrays: Mapping[str, Any]) -> None:
+    """Checks that arrays can be written.
+
+    Raises:
+        TypeError: If one is not an array of numbers or PRNG keys.
+        ValueError: If a name is not possible.
+    """
     for name, value in arrays.items():
         _check_array(name, value)
+
+
+def copies_of(arrays: Mapping[str, Any]) -> dict[str, Value]:
+    """Copies arrays to the host. The caller may donate the buffers afterwards."""
     items = {name: _impl_and_data(value) for name, value in arrays.items()}
-    datas = jax.device_get({name: data for name, (_, data) in items.items()})  # concurrently
-    copies = {name: _copy(np.asarray(data)) for name, data in datas.items()}
-    return {
-        name: copies[name] if impl is None else KeyData(impl, copies[name])
-        for name, (impl, _) in items.items()
-    }
+    for _, data in items.values():
+        if isinstance(data, jax.Array):
+            data.copy_to_host_async()
+    return {name: _value(*items.pop(name), copy=True) for name in list(items)}
 
 
-def _copy(data: np.ndarray) -> np.ndarray:
-    """Copies to C order and native byte order, which the name of a dtype does not include."""
-    return np.array(data, data.dtype.newbyteorder("="), order="C")
+def on_host(value: Any) -> Value:
+    """Returns an array on the host: a copy only if it is on another device, or in slices."""
+    return _value(*_impl_and_data(value), copy=False)
+
+
+def _value(impl: str | None, data: Any, *, copy: bool) -> Value:
+    """Converts to C order and native byte order, which the name of a dtype does not include."""
+    data = np.asarray(data)
+    data = data.astype(data.dtype.newbyteorder("="), order="C", copy=copy)
+    return data if impl is None else KeyData(impl, data)
 
 
 def _impl_and_data(value: Any) -> tuple[str | None, Any]:
-    """Returns the PRNG implementation, if the value holds keys, and the array of one replica."""
+    """Returns the PRNG implementation, if the value holds keys, and its array."""
     if isinstance(value, KeyData):
         return value.impl, value.data
+    if not isinstance(value, jax.Array):
+        return None, value
     impl = None
-    if isinstance(value, jax.Array):
-        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-            impl, value = str(jax.random.key_impl(value)), jax.random.key_data(value)
-        value = value.addressable_data(0) if value.is_fully_replicated else value
-    return impl, value
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        impl, value = str(jax.random.key_impl(value)), jax.random.key_data(value)
+    # Another object with the same buffers: JAX keeps a copy on the host as long as its array.
+    shards = [shard.data for shard in value.addressable_shards]
+    return impl, jax.make_array_from_single_device_arrays(value.shape, value.sharding, shards)
 
 
 def _check_array(name: Any, value: Any) -> None:
@@ -98,12 +118,10 @@ _TYPES = {  # dtypes that all readers know; others are stored as bytes
 }
 
 
-def write(path: Path, arrays: Mapping[str, np.ndarray | KeyData], metadata: dict[str, Any]) -> None:
-    """Writes a checkpoint."""
-    places = _places(metadata["arrays"])
-    write_file(
-        path, itertools.chain([_header(metadata)], (bytes_of(arrays[n]).data for n in places))
-    )
+def write(path: Path, arrays: Mapping[str, Any], metadata: dict[str, Any]) -> None:
+    """Writes a checkpoint. One array at a time is copied to the host."""
+    pieces = (bytes_of(on_host(arrays[name])).data for name in _places(metadata["arrays"]))
+    write_file(path, itertools.chain([_header(metadata)], pieces))
 
 
 def write_file(path: Path, pieces: Iterable[Any]) -> None:
@@ -131,9 +149,9 @@ def write_file(path: Path, pieces: Iterable[Any]) -> None:
             unfinished.unlink(missing_ok=True)
 
 
-def entries_of(arrays: Mapping[str, np.ndarray | KeyData]) -> dict[str, Any]:
+def entries_of(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Returns shape, dtype and checksum of every array, and the implementation of PRNG keys."""
-    return {name: _entry(value) for name, value in arrays.items()}
+    return {name: _entry(on_host(value)) for name, value in arrays.items()}
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -154,24 +172,36 @@ def read_metadata(path: Path) -> dict[str, Any]:
     return _checked_metadata(json.loads(metadata))
 
 
-def read_arrays(path: Path, entries: Mapping[str, Any]) -> dict[str, np.ndarray | KeyData]:
-    """Reads the arrays of a checkpoint.
+def read_arrays(path: Path, entries: Mapping[str, Any]) -> Iterator[tuple[str, Value]]:
+    """Reads the arrays of a checkpoint one by one, and yields them with their names.
 
     Raises:
-        MemoryError: If they need more than the memory of this machine.
+        MemoryError: If one needs more than the memory of this machine.
         ValueError: If they differ from their entries.
     """
-    _require_memory(sum(map(num_bytes, entries.values())))
     places = _places(entries)
     with path.open("rb") as file:
         start = 8 + _header_size(file)
-        return {
-            name: from_bytes(name, _bytes_at(file, start + places[name], name, entry), entry)
-            for name, entry in entries.items()
-        }
+        for name, entry in entries.items():
+            data = _bytes_at(file, start + places[name], name, entry)
+            yield name, from_bytes(name, data, entry)
 
 
-def from_bytes(name: str, data: np.ndarray, entry: Mapping[str, Any]) -> np.ndarray | KeyData:
+def require_memory(entries: Mapping[str, Any]) -> None:
+    """Checks that arrays can be held in memory: terabytes of zeros need no room on a disk.
+
+    Raises:
+        MemoryError: If they need more than the memory of this machine.
+    """
+    count, limit = sum(map(num_bytes, entries.values())), host_memory()
+    if limit is not None and count > limit:
+        raise MemoryError(
+            f"its arrays need {bytes_in_words(count)}, but this process can use at most "
+            f"{bytes_in_words(limit)} of memory"
+        )
+
+
+def from_bytes(name: str, data: np.ndarray, entry: Mapping[str, Any]) -> Value:
     """Returns an array from its bytes, which must be aligned, as it is described by its entry.
 
     Raises:
@@ -183,7 +213,7 @@ def from_bytes(name: str, data: np.ndarray, entry: Mapping[str, Any]) -> np.ndar
     return KeyData(entry["impl"], array) if "impl" in entry else array
 
 
-def bytes_of(value: np.ndarray | KeyData) -> np.ndarray:
+def bytes_of(value: Value) -> np.ndarray:
     """Returns the bytes of an array in C order; a view if possible."""
     data = value.data if isinstance(value, KeyData) else value
     return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
@@ -223,16 +253,6 @@ def _places(entries: Mapping[str, Any]) -> dict[str, int]:
     return places
 
 
-def _require_memory(count: int) -> None:
-    """Checks that arrays can be held in memory: terabytes of zeros need no room on a disk."""
-    limit = host_memory()
-    if limit is not None and count > limit:
-        raise MemoryError(
-            f"its arrays need {bytes_in_words(count)}, but this process can use at most "
-            f"{bytes_in_words(limit)} of memory"
-        )
-
-
 def _header_size(file: Any) -> int:
     lead = file.read(8)
     size = int.from_bytes(lead, "little")
@@ -242,6 +262,7 @@ def _header_size(file: Any) -> int:
 
 
 def _bytes_at(file: Any, start: int, name: str, entry: Mapping[str, Any]) -> np.ndarray:
+    require_memory({name: entry})
     data = np.empty(num_bytes(entry), np.uint8)
     file.seek(start)
     if file.readinto(data) != data.size:
@@ -249,7 +270,7 @@ def _bytes_at(file: Any, start: int, name: str, entry: Mapping[str, Any]) -> np.
     return data
 
 
-def _entry(value: np.ndarray | KeyData) -> dict[str, Any]:
+def _entry(value: Value) -> dict[str, Any]:
     data = value.data if isinstance(value, KeyData) else value
     checksum = zlib.crc32(bytes_of(value).data)
     entry = {"shape": list(data.shape), "dtype": data.dtype.name, "checksum": checksum}

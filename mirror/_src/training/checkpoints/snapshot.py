@@ -53,20 +53,25 @@ def require_match(current: Mapping[str, str], entries: Mapping[str, Any]) -> Non
     _require_same(current, saved)
 
 
-def write(objects: Mapping[str, Any], saved: Mapping[str, Any], replicas: ReplicaDevices) -> None:
-    """Writes arrays into the objects by name, on the devices of the replicas.
+def placed(
+    objects: Mapping[str, Any], saved: Iterable[tuple[str, Any]], replicas: ReplicaDevices
+) -> dict[str, Any]:
+    """Returns the arrays of a checkpoint on the devices of the replicas, each placed as it is read.
+
+    Call `require_match` first. A loss scale that the objects do not have is skipped.
+    """
+    old = read(objects)
+    return {n: replicas.store(_array(value, old[n])) for n, value in saved if n in old}
+
+
+def write(objects: Mapping[str, Any], new: Mapping[str, Any], replicas: ReplicaDevices) -> None:
+    """Writes placed arrays into the objects by name.
 
     The loss scale does not change if the arrays do not contain one.
-
-    Call `require_match` first.
     """
-    if not _has_optional(saved):
-        objects = {root: obj for root, obj in objects.items() if root != OPTIONAL}
-    if OPTIONAL not in objects:
-        saved = _without_optional(saved)
-    old = read(objects)
-    new = {name: replicas.store(_array(value, old[name])) for name, value in saved.items()}
     for root, obj in objects.items():
+        if root == OPTIONAL and not _has_optional(new):
+            continue
         bare = []  # arrays that are plain attributes, not variables
         for path, holder in nnx.to_flat_state(nnx.state(obj)):
             value = _taken(new, _name(root, path), value_of(holder))

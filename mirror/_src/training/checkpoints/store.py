@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self, final
 
-import numpy as np
-
 from mirror._src.base.closing import closing
+from mirror._src.base.host_memory import host_memory
 from mirror._src.training.checkpoints import files
 from mirror._src.training.checkpoints.directory import (
     LOCK,
@@ -28,7 +27,6 @@ from mirror._src.training.checkpoints.directory import (
     remove_leftovers,
     step_of,
 )
-from mirror._src.training.checkpoints.files import KeyData, on_host
 from mirror._src.training.checkpoints.writer_lock import WriterLock
 from mirror._src.training.paths import is_remote, put, shorten
 
@@ -76,6 +74,9 @@ class CheckpointStore:
     ) -> None:
         """Copies the arrays to the host, and writes them as the checkpoint for a step.
 
+        Arrays that would take more than a quarter of the host's memory are copied one at a time,
+        and written before it returns, also with `asynchronous`.
+
         An existing checkpoint for the step is replaced; at any moment, one of the two can be
         loaded. If the arrays are the same and `metrics` is None, the existing metrics are kept.
 
@@ -109,10 +110,12 @@ class CheckpointStore:
             "metrics": dict(metrics or {}),
             "keep_best": self._keep_best,
         }
-        copies = on_host(arrays)
-        self._writing = _Write(step, lambda: self._write(step, path, copies, metadata))
+        files.require_arrays(arrays)
+        copies = _may_copy(arrays)
+        values = files.copies_of(arrays) if copies else arrays
+        self._writing = _Write(step, lambda: self._write(step, path, values, metadata))
         self._writing.start()
-        if not self._asynchronous:
+        if not copies or not self._asynchronous:
             self.wait()
 
     def wait(self) -> None:
@@ -182,7 +185,7 @@ class CheckpointStore:
         self,
         step: int,
         path: Path,
-        arrays: dict[str, np.ndarray | KeyData],
+        arrays: Mapping[str, Any],
         metadata: dict[str, Any],
     ) -> None:
         metadata["arrays"] = files.entries_of(arrays)
@@ -261,6 +264,13 @@ def _make_ready(directory: Path) -> WriterLock:
     with lock.mutex:  # files that another store of this process is writing are not leftovers
         remove_leftovers(directory)
     return lock
+
+
+def _may_copy(arrays: Mapping[str, Any]) -> bool:
+    """Whether copies of all arrays take at most a quarter of the host's memory."""
+    limit = host_memory()
+    num_bytes = sum(getattr(value, "nbytes", 0) for value in arrays.values())
+    return limit is None or 4 * num_bytes <= limit
 
 
 def _kept_metrics(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
