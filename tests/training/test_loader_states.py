@@ -1,13 +1,10 @@
 """Loaders of Grain and torchdata resume where they were, although batches are read ahead."""
 
-import collections
-import itertools
 import json
 import warnings
 from typing import Any
 
 import grain
-import jax
 import numpy as np
 import optax
 import pytest
@@ -15,30 +12,12 @@ from flax import nnx
 
 import mirror
 from mirror import callbacks
+from tests.support.loaders import ROWS, SIZE, STEPS, Losses, Rows, Stateful, weights
 from tests.support.messages import assert_message
 from tests.support.packages import optional
 
 torch: Any = optional("torch")
 stateful: Any = optional("torchdata") and __import__("torchdata.stateful_dataloader")
-ROWS, SIZE, STEPS = 48, 4, 12  # examples, in batches, of an epoch
-X = np.random.RandomState(0).randn(ROWS, 3).astype("float32")
-
-
-class Rows:
-    """A source that counts which rows are read."""
-
-    def __init__(self):
-        self.read: collections.Counter[int] = collections.Counter()
-
-    def __repr__(self):
-        return "Rows()"  # Grain's DataLoader compares it
-
-    def __len__(self):
-        return ROWS
-
-    def __getitem__(self, i):
-        self.read[int(i)] += 1
-        return {"x": X[i], "y": X[i].sum(), "i": np.int32(i)}
 
 
 def grain_map(rows):
@@ -94,26 +73,6 @@ def new_trainer(n=2, **options) -> mirror.Trainer:
     with mirror.MirroredStrategy([f"/cpu:{i}" for i in range(n)]).scope():
         model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
         return mirror.Trainer(model, optax.adam(0.1), loss_fn, **options)
-
-
-class Losses(callbacks.Callback):
-    """Records the loss of each step, and ends the training after one."""
-
-    def __init__(self, last: int | None = None):
-        self.of_steps: dict[int, float] = {}
-        self.last = last
-
-    def on_metrics(self, fit, step, logs):
-        self.of_steps[step] = logs["loss"]
-
-    def on_step(self, fit):
-        if fit.position.step == self.last:
-            fit.trainer.save("ckpt")
-            raise InterruptedError
-
-
-def weights(trainer) -> list:
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(trainer.model))]
 
 
 def order_of(make, rows) -> list[int]:
@@ -186,38 +145,6 @@ def test_interrupted_fit_continues_in_the_same_process():
     rows.read.clear()
     trainer.fit(data, progress=False)
     assert rows.read.total() == ROWS - 5 * SIZE
-
-
-class Stateful:
-    """Batches whose iterator has the methods of Grain's."""
-
-    def __init__(self, state, fails=False):
-        self.state, self.fails, self.read = state, fails, 0
-
-    def __iter__(self):
-        return Iterator(self)
-
-
-class Iterator:
-    def __init__(self, source):
-        self.source, self.batches = source, iter(range(STEPS))
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        i = next(self.batches)
-        self.source.read += 1
-        return {"x": X[i * SIZE : (i + 1) * SIZE], "y": X[i * SIZE : (i + 1) * SIZE].sum(1)}
-
-    def get_state(self):
-        return self.source.state
-
-    def set_state(self, state):
-        assert repr(state) == repr(self.source.state)
-        if self.source.fails:
-            raise ValueError("it is of another pipeline")
-        self.batches = itertools.islice(range(STEPS), 5, None)
 
 
 def test_every_state_that_json_can_hold_is_restored(subtests, tmp_path, monkeypatch):

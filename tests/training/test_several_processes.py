@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import mirror
-from tests.support import fresh, processes
+from tests.support import fresh, loaders, processes
 from tests.support.strategies import cpu_strategy
 
 SIGNALED = 7  # the step after which a process sends itself the signal
@@ -106,6 +106,30 @@ def test_a_checkpoint_that_only_the_chief_has_is_restored_by_all(tmp_path):
     ended = processes.run_program("several_restoring", str(tmp_path), after_failure=15)
     for output in processes.outputs_of(ended):
         assert output.count("passed ") == 6
+
+
+@pytest.mark.slow
+def test_data_loaders_resume_from_their_states(tmp_path):
+    """With whole batches in every process, and with a part in each, whose states differ."""
+    ended = processes.run_program("several_loaders", str(tmp_path / "ckpt"), after_failure=15)
+    for output in processes.outputs_of(ended):
+        assert output.count("passed ") == 7
+    with cpu_strategy(2).scope():
+        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        trainer = mirror.Trainer(model, optax.adam(0.1), lambda m, batch: m(batch["x"])[:, 0])
+    trainer.restore(tmp_path / "ckpt")  # of 5 steps of two processes with 4 examples each
+    source = loaders.Stateful(1)
+    trainer.fit(source, progress=False)
+    assert source.read == loaders.STEPS, "one process reads again what two have used"
+
+
+@pytest.mark.slow
+@pytest.mark.dev("torch", "torchdata")
+def test_data_loaders_of_torchdata_resume_from_their_states(tmp_path):
+    arguments = str(tmp_path / "ckpt"), "torchdata"
+    ended = processes.run_program("several_loaders", *arguments, after_failure=15)
+    for output in processes.outputs_of(ended):
+        assert "passed torchdata" in output
 
 
 @pytest.mark.nightly

@@ -1,7 +1,7 @@
 """`distribute_dataset`: splits global batches into per-replica batches on the devices."""
 
 import contextlib
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Never, final, get_args
 
 import jax
@@ -112,7 +112,7 @@ class DistributedDataset(DistributedDatasetBase[B]):
         multiple: int = 1,
         group: int = 1,
         skip: int = 0,
-        state: dict[str, Any] | None = None,
+        state: Sequence[dict[str, Any] | None] | None = None,
         inspect: Inspect | None = None,
     ) -> PaddedDataset:
         """Returns the same batches with a mask and with one shape, as a training loop needs them.
@@ -126,7 +126,7 @@ class DistributedDataset(DistributedDatasetBase[B]):
                 no axis. A short last group is filled with masked batches.
             skip: Number of examples of the first pass to skip. Whole batches are read and dropped,
                 and one batch may be cut. Shapes do not change.
-            state: State of the source, of a `PaddedBatch`, at which the first pass begins instead
+            state: States of the source, of a `PaddedBatch`, at which the first pass begins instead
                 of reading what it skips, if the source can restore it.
             inspect: Called with the number and the tree of each batch before it is distributed, in
                 the prefetch thread. Its exceptions are raised in the loop, at that batch.

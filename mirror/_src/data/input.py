@@ -2,7 +2,7 @@
 
 import abc
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, final
 
 import numpy as np
@@ -31,6 +31,7 @@ class Plan(NamedTuple):
         skips_empty: Whether to skip batches without examples.
         inspect: Called with the number and the tree of each batch that this process has read.
         group: Number of batches per launch.
+        is_restored: Whether the pass begins after the examples to skip.
     """
 
     remainder: Remainder
@@ -39,6 +40,12 @@ class Plan(NamedTuple):
     skips_empty: bool = False
     inspect: Inspect | None = None
     group: int = 1
+    is_restored: bool = False
+
+    @property
+    def num_skipped(self) -> int:
+        """The number of examples to read and skip."""
+        return 0 if self.is_restored else self.skip
 
     def inspected(self, batch: HostBatch) -> HostBatch:
         """Returns the batch after its inspection."""
@@ -55,11 +62,13 @@ class InputBatch(NamedTuple):
             of an earlier batch, which the padding repeats.
         num_examples: Number of examples of the global batch, in all processes.
         full: Number of rows of `batch` after padding.
+        states: States of the data after the batch, one per process with a local input, or None.
     """
 
     batch: HostBatch
     num_examples: int
     full: int
+    states: Sequence[dict[str, Any] | None] | None
 
     def padded(self, full: int) -> HostBatch:
         """Returns the rows, padded to a number that is at least `full` of this batch."""
@@ -165,7 +174,7 @@ class _GlobalPass(Pass):
         self._num_replicas = num_replicas
 
     def steps(self, batches: Iterator[HostBatch], plan: Plan) -> Generator[InputBatch]:
-        full, left = 0, plan.skip
+        full, left = 0, plan.num_skipped
         for batch in batches:
             is_empty = plan.skips_empty and not batch.size
             if not is_kept(batch, self._num_replicas, plan.remainder) or is_empty:
@@ -175,7 +184,8 @@ class _GlobalPass(Pass):
             left -= skipped
             if not skipped or skipped < batch.size:
                 rest = plan.inspected(batch.without(skipped))
-                yield InputBatch(rest, rest.size, full)
+                states = None if rest.state is None else [rest.state]
+                yield InputBatch(rest, rest.size, full, states)
         require_none_left(plan.skip, left)
 
     def groups(

@@ -89,11 +89,12 @@ class _LocalPass(Pass):
             self._exchange.close()
 
     def _steps(self, batches: Iterator[HostBatch], plan: Plan) -> Iterator[InputBatch]:
-        per_replica, left = 0, plan.skip
+        per_replica, left, state = 0, plan.num_skipped, None
         padding = _Padding()
         while True:
             batch = self._next(batches, plan)
-            step = self._agreed(batch, plan)
+            state = state if batch is None else batch.state
+            step = self._agreed(batch, state, plan)
             if step is None or (step.has_ended and plan.remainder == "drop"):
                 break
             if not self._is_kept(step, plan) or (plan.skips_empty and not step.total):
@@ -103,7 +104,7 @@ class _LocalPass(Pass):
             if left:
                 left -= self._skipped(left, step)
                 continue
-            yield InputBatch(rows, step.total, per_replica * self._num_replicas)
+            yield InputBatch(rows, step.total, per_replica * self._num_replicas, step.states)
         require_none_left(plan.skip, left)
 
     def _next(self, batches: Iterator[HostBatch], plan: Plan) -> HostBatch | None:
@@ -118,12 +119,14 @@ class _LocalPass(Pass):
             self._exchange.fail(error)
             raise
 
-    def _agreed(self, batch: HostBatch | None, plan: Plan) -> Step | None:
+    def _agreed(
+        self, batch: HostBatch | None, state: dict[str, Any] | None, plan: Plan
+    ) -> Step | None:
         if batch is None:
-            return self._exchange.end()
+            return self._exchange.end(state)
         is_first = self._is_first and batch.number == 0
         check = _checksum(batch) if is_first else 0
-        step = self._exchange.agree(batch.size, self._form(batch, plan), check)
+        step = self._exchange.agree(batch.size, self._form(batch, plan), check, state)
         if is_first and step.is_same:
             warnings.warn(
                 f"All processes have read the same first batch of {self._exchange.what}, so each "
@@ -138,6 +141,8 @@ class _LocalPass(Pass):
         settings = f"remainder={plan.remainder!r}, multiple={plan.multiple}, group={plan.group}"
         if plan.skip:
             settings += f", skip={plan.skip}"
+        if plan.is_restored:
+            settings += " by the state of the loader"
         if self._order:
             settings += f", {self._order}"
         leaves = tuple(
@@ -159,7 +164,7 @@ class _LocalPass(Pass):
         is_even = step.smallest == step.largest and step.smallest % self._num_replicas == 0
         if plan.remainder == "pad" or (is_even and step.smallest):
             return True
-        if plan.remainder == "drop" and step.number:
+        if plan.remainder == "drop" and (step.number or plan.is_restored):
             return False
         advice = (
             "remainder='drop' would skip this batch, but it is the first: nothing would be trained."

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import operator
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 
 from mirror._src.base.errors import describe, require_int
 from mirror._src.base.types import PyTree
+from mirror._src.cluster import store
 from mirror._src.data.arrays import ArrayDataset
 from mirror._src.data.batches import HostBatch, host_batch, host_batches
 from mirror._src.data.input import Input, InputBatch, Pass, Plan
@@ -36,7 +37,7 @@ class PaddedBatch(NamedTuple):
         num_examples: Number of examples in these batches.
         first: Index in the group of the first of these batches.
         sizes: Number of examples of each batch of the group.
-        states: State of the source after each batch of the group.
+        states: States of the source after each batch of the group; see `InputBatch`.
     """
 
     batch: PyTree
@@ -45,11 +46,11 @@ class PaddedBatch(NamedTuple):
     num_examples: int
     first: int = 0
     sizes: tuple[int, ...] = ()
-    states: tuple[dict[str, Any] | None, ...] = ()
+    states: tuple[Sequence[dict[str, Any] | None] | None, ...] = ()
 
     @property
-    def state(self) -> dict[str, Any] | None:
-        """The state of the source after these batches, or None."""
+    def state(self) -> Sequence[dict[str, Any] | None] | None:
+        """The states of the source after these batches, or None."""
         return self.states[self.first + self.num_batches - 1]
 
     def split(self, count: int) -> tuple["PaddedBatch", "PaddedBatch"]:
@@ -75,10 +76,11 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
         reader: Input,
         prefetch: int,
         plan: Plan,
-        state: dict[str, Any] | None,
+        state: Sequence[dict[str, Any] | None] | None,
     ) -> None:
         super().__init__(source, reader, prefetch)
-        self._state = None if reader.is_local else state
+        own, count = (store.process_index(), store.process_count()) if reader.is_local else (0, 1)
+        self._state = state[own] if state and len(state) == count else None
         require_int("multiple", plan.multiple)
         require_int("group", plan.group)
         require_int("skip", plan.skip, 0)
@@ -109,16 +111,15 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
     ) -> Generator[PaddedBatch, None, None]:
         # Not in the generator, which the prefetch thread runs: a second `iter` must not skip.
         plan, self._plan = self._plan, self._plan._replace(skip=0)
-        plan = plan._replace(skip=0) if source.is_restored else plan
-        state = (lambda: None) if self._input.is_local else source.state
-        batches = host_batches(reading.batches, self._source.advice, state)
+        plan = plan._replace(is_restored=source.is_restored)
+        batches = host_batches(reading.batches, self._source.advice, source.state)
         return self._launches(reading.steps(batches, plan))
 
     def _launches(self, batches: Generator[InputBatch]) -> Generator[PaddedBatch, None, None]:
         with contextlib.closing(batches):
             while group := list(self._group_of(batches)):
                 sizes = tuple(batch.num_examples for batch in group)
-                states = tuple(batch.batch.state for batch in group)
+                states = tuple(batch.states for batch in group)
                 placed = self._placed(group)
                 yield PaddedBatch(*placed, len(group), sum(sizes), sizes=sizes, states=states)
 

@@ -1,7 +1,8 @@
 """The parts of a step that the processes read, as they tell each other about them."""
 
 import json
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 
 class Form(NamedTuple):
@@ -45,12 +46,14 @@ class Part(NamedTuple):
         form: Digest of the form.
         checksum: Of the values, in the first step.
         error: Why the process cannot read.
+        state: State of its data after the part, or None.
     """
 
     size: int | None
     form: str = ""
     checksum: int = 0
     error: str = ""
+    state: dict[str, Any] | None = None
 
 
 class Step(NamedTuple):
@@ -65,6 +68,8 @@ class Step(NamedTuple):
         sizes: Number of examples of each process, for messages.
         form: Digest of the form.
         is_same: Whether all processes have read the same values.
+        states: State of the data of each process, which only the chief knows of others; None if a
+            process has none.
     """
 
     number: int
@@ -75,3 +80,4 @@ class Step(NamedTuple):
     sizes: str
     form: str
     is_same: bool
+    states: Sequence[dict[str, Any] | None] | None

@@ -58,18 +58,19 @@ class Source:
         """Description of the order of the next pass, or "" if it is unknown."""
         return self._dataset.order if isinstance(self._dataset, ArrayDataset) else ""
 
-    def start(self, state: dict[str, Any] | None) -> StatefulPass:
+    def start(self, state: dict[str, Any] | None, *, is_local: bool) -> StatefulPass:
         """Starts a pass, in the calling thread and before any later `set_epoch`.
 
         Args:
             state: Where to begin, if the dataset can restore it.
+            is_local: Whether other processes read other parts of its batches.
 
         Raises:
             ValueError: If the dataset is an exhausted iterator.
         """
         self._require_batches_left()
-        started = StatefulPass(self._dataset, state)
-        if started.batches is self._dataset:
+        started = StatefulPass(self._dataset, state, is_local=is_local)
+        if started.is_only:
             self._is_exhausted = True
             peeked, self._peeked = self._peeked, []
             started.put_before(peeked)
@@ -138,7 +139,7 @@ class DistributedDatasetBase(abc.ABC, Generic[B]):
     def __iter__(self) -> PrefetchIterator[B] | Generator[B, None, None]:
         order = self._source.order
         state, self._state = self._state, None  # of the first pass
-        source = self._source.start(state)
+        source = self._source.start(state, is_local=self._input.is_local)
         reading = self._input.start(source.batches, order)
         items = self._distributed(reading, source)
         if not self._prefetch:

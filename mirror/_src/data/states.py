@@ -2,6 +2,7 @@
 
 import base64
 import itertools
+import json
 import warnings
 from collections.abc import Iterator
 from typing import Any, final
@@ -10,6 +11,9 @@ import numpy as np
 
 from mirror._src.base.naming import depth_of_user
 from mirror._src.base.optional import require
+from mirror._src.data.batches import host_batch
+
+_MOST_SENT = 2**16  # bytes of JSON, for each step of a local input
 
 
 @final
@@ -19,20 +23,25 @@ class StatefulPass:
     Args:
         dataset: The dataset.
         saved: A result of `state`, or None.
+        is_local: Whether the process needs a batch if others have some, and sends its states.
 
     Attributes:
         batches: The batches of the pass.
         is_restored: Whether it begins at the state.
+        is_only: Whether the dataset has no other pass.
     """
 
-    def __init__(self, dataset: Any, saved: dict[str, Any] | None) -> None:
+    def __init__(
+        self, dataset: Any, saved: dict[str, Any] | None, *, is_local: bool = False
+    ) -> None:
         # Hugging Face datasets have such methods, too, but do not resume in shuffled buffers.
         packages = [kind.__module__.partition(".")[0] for kind in type(dataset).__mro__]
         loader = dataset if "torchdata" in packages else None
-        self._type = type(dataset).__qualname__
+        self._type, self._is_local, state = type(dataset).__qualname__, is_local, None
         self.is_restored = saved is not None and saved["type"] == self._type
         try:
-            state = _decoded(saved["state"]) if saved is not None and self.is_restored else None
+            if saved is not None and self.is_restored:
+                state = _decoded(saved["state"])
             self.batches: Any = _started(dataset, loader, state)
         except Exception as error:
             if not self.is_restored:
@@ -42,6 +51,9 @@ class StatefulPass:
             self.batches = iter(dataset)
         of_iterator = getattr(self.batches, "get_state", None)
         self._get = of_iterator if loader is None else loader.state_dict
+        self.is_only = self.batches is dataset
+        if is_local and self.is_restored:
+            self.batches = self._or_empty(self.batches, dataset, state)
 
     def put_before(self, peeked: list[Any]) -> None:
         """Puts batches before the others, unless they are those after a restored state."""
@@ -51,11 +63,25 @@ class StatefulPass:
     def state(self) -> dict[str, Any] | None:
         """Returns the state after the last batch, as JSON, or None if the dataset has none."""
         try:
-            return self._get and {"type": self._type, "state": _encoded(self._get())}
+            state = self._get and {"type": self._type, "state": _encoded(self._get())}
+            size = len(json.dumps(state)) if self._is_local else 0
+            if size > _MOST_SENT:
+                raise ValueError(f"it has {size:,} bytes, and input='local' sends {_MOST_SENT:,}")
+            return state
         except Exception as error:
             self._get = None
             _warn(f"The state of {self._type} cannot be stored in checkpoints: {error}")
             return None
+
+    def _or_empty(self, batches: Iterator[Any], dataset: Any, state: Any) -> Iterator[Any]:
+        """Yields the batches; without any, one without examples, which changes no state."""
+        first = next(batches, None)
+        if first is not None:
+            yield from itertools.chain([first], batches)
+            return
+        self._get = lambda: state
+        for batch in itertools.islice(iter(dataset), 1):
+            yield host_batch("batch", batch).first(0).map(lambda leaf: leaf)
 
 
 def _started(dataset: Any, loader: Any, state: Any) -> Iterator[Any]:

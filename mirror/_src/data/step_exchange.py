@@ -55,12 +55,17 @@ class StepExchange:
         self._busy = threading.RLock()
         self._has_posted = False
         self._closed_since: float | None = None
+        self._states: list[dict[str, Any] | None] = []  # the chief's, for its checkpoints
         if self._me == 0:
             consensus.sweep()
         _open.add(self)
 
-    def agree(self, size: int, form: Form, checksum: int = 0) -> Step:
+    def agree(
+        self, size: int, form: Form, checksum: int = 0, state: dict[str, Any] | None = None
+    ) -> Step:
         """Says that this process has read its part of the next step; every process must come.
+
+        After the part, its data have a state.
 
         Raises:
             RuntimeError: If a process cannot read, has stopped reading, or does not arrive in time.
@@ -74,12 +79,12 @@ class StepExchange:
             with self._busy:
                 self._require_open()
                 store.set_default(f"{self._root}/form/{digest}", text)
-        step = self._exchange(Part(size, digest, checksum))
+        step = self._exchange(Part(size, digest, checksum, state=state))
         assert step is not None
         return step
 
-    def end(self) -> Step | None:
-        """Says that the data of this process have ended; every process must come.
+    def end(self, state: dict[str, Any] | None = None) -> Step | None:
+        """Says that the data of this process have ended, in a state; every process must come.
 
         Returns:
             The step of the other processes; None if the data of all processes have ended.
@@ -89,7 +94,7 @@ class StepExchange:
             ValueError: As `agree`.
             ClosedError: As `agree`.
         """
-        return self._exchange(Part(None))
+        return self._exchange(Part(None, state=state))
 
     def fail(self, error: Exception) -> None:
         """Says that this process cannot read its part, so that the others raise an error."""
@@ -145,10 +150,17 @@ class StepExchange:
                 raise RuntimeError(reason) from None
         if "error" in decision:
             raise _ERRORS[decision["kind"]](decision["error"])
-        return Step(number, **decision) if decision else None
+        if not decision:
+            return None
+        if decision["states"]:
+            decision["states"] = self._states or [
+                part.state if i == self._me else None for i in range(store.process_count())
+            ]
+        return Step(number, **decision)
 
     def _judge(self, texts: Sequence[str]) -> str:
         parts = [Part(*json.loads(text)) for text in texts]
+        self._states = [part.state for part in parts]
         return json.dumps(self._compared(parts, self._topic.number - 1))
 
     def _compared(self, parts: Sequence[Part], number: int) -> dict[str, Any]:
@@ -182,6 +194,7 @@ class StepExchange:
             "has_ended": bool(ended),
             "sizes": _shown(parts),
             "form": first,
+            "states": all(part.state for part in parts) or None,
             "is_same": all(p.size for p in parts) and len({p.checksum for p in parts}) == 1,
         }
 

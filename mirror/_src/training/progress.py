@@ -4,7 +4,7 @@ import copy
 import math
 import warnings
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -183,7 +183,8 @@ class Position:
         history: Metrics of the completed epochs.
         callbacks: States of the callbacks, by name.
         bits: With `replicas=`, what else decides the bits of the weights; see `bits_of`.
-        loader: State of the data loader after these examples, or None if it has none.
+        loader: States of the data loader after these examples, one per process with a local input;
+            None if it has none. Only the chief knows the states of others.
     """
 
     def __init__(self) -> None:
@@ -195,12 +196,12 @@ class Position:
         """Starts a new training of the same model."""
         self.epoch = self.passes = epoch
         self.epoch_step = self.samples = 0
-        self.loader: dict[str, Any] | None = None
+        self.loader: Sequence[Any] | None = None
         self.meter, self.history = MetricAccumulator(), History()
         self.callbacks: dict[str, Any] = {}
 
     def advance(
-        self, num_steps: int, num_examples: int, sums: Sums, loader: dict[str, Any] | None = None
+        self, num_steps: int, num_examples: int, sums: Sums, loader: Sequence[Any] | None = None
     ) -> None:
         """Counts a launch, after which the data loader has a state."""
         before = {name: getattr(self, name) for name in (*_COUNTS, "loader")}
@@ -297,11 +298,11 @@ def _callbacks(states: dict[str, Any]) -> dict[str, Any]:
     return dict(states)
 
 
-def _loader(state: dict[str, Any] | None) -> dict[str, Any] | None:
-    return None if state is None else {"type": str(state["type"]), "state": state["state"]}
+def _loader(states: list[Any] | None) -> list[Any] | None:
+    return states and [{"type": str(each["type"]), "state": each["state"]} for each in states]
 
 
-_PARTS = {
+_PARTS: dict[str, Callable[[Any], Any]] = {
     "meter": MetricAccumulator.from_dict,
     "history": History.from_dict,
     "callbacks": _callbacks,
