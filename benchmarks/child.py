@@ -15,6 +15,7 @@ from benchmarks.memory import measure_memory
 from benchmarks.models import BY_NAME, Model
 from benchmarks.paired import measure
 from benchmarks.processes import claim_stdout
+from benchmarks.starts import measure_starts
 from benchmarks.through_mirror import (
     deep_contenders,
     row_contenders,
@@ -73,6 +74,11 @@ def run_first(job: plan.Job) -> Parts:
     yield name, measure_first(name, job.devices)
 
 
+def run_starts(job: plan.Job) -> Parts:
+    for name in job.names:
+        yield name, measure_starts(name, job.devices)
+
+
 RUNNERS: dict[str, Callable[[plan.Job], Parts]] = {
     "steps": run_steps,
     "dispatch": run_dispatch,
@@ -82,6 +88,7 @@ RUNNERS: dict[str, Callable[[plan.Job], Parts]] = {
     "trainer": run_trainer,
     "memory": run_memory,
     "first": run_first,
+    "starts": run_starts,
 }
 
 

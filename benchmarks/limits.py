@@ -11,6 +11,7 @@ S4_LOWERED, S4_DEVICES = (
     1.2,
     1.3,
 )  # time to lowered, over shard_map; most devices over fewest
+C1_SECS = 3.0  # of a second start, up to the first step
 S5_COPIES = 1.0
 S6_RATIO = 1.0  # over TensorFlow, Keras, torch
 T1_FIT, T2_MANY_STEPS = 1.05, 0.7

@@ -17,9 +17,12 @@ HAND_WRITTEN = (PMAP, SHARD_MAP, JIT)
 RIVALS = (TENSORFLOW, KERAS, TORCH)
 OWN_PROCESS = (MIRROR_NNX, MIRROR_PLAIN, *HAND_WRITTEN, ONE_DEVICE, *RIVALS)
 FIRST = (MIRROR_NNX, MIRROR_PLAIN, SHARD_MAP)
+START_MODELS = ("narrow", "cnn")
 ON_ONE_DEVICE = (1, 2, 4, 8)  # replicas, in the suite `rows`
 
-Kind = Literal["own", "steps", "dispatch", "deep", "rows", "staged", "trainer", "first", "memory"]
+Kind = Literal[
+    "own", "steps", "dispatch", "deep", "rows", "staged", "trainer", "first", "starts", "memory"
+]
 
 
 def by_hand(num_devices: int) -> tuple[str, ...]:
@@ -51,7 +54,7 @@ class Job:
     """Measurements of one suite on one number of devices.
 
     Attributes:
-        kind: The suite.
+        kind: The suite; `starts` belongs to the suite `first`.
         devices: Number of devices.
         names: Models in most suites; the contender in `first`.
         leaves: Numbers of leaves, in the suite `dispatch`.
@@ -139,6 +142,7 @@ class Settings:
             Job("trainer", 1, self.gpu_models[:1], timing=self.timing),
             Job("memory", 1, self.gpu_models),
             *(Job("first", 1, (name,)) for name in FIRST),
+            Job("starts", 1, START_MODELS),
         ]
         return [replace(job, on_host=False) for job in jobs]
 
@@ -163,4 +167,5 @@ class Settings:
     def _first_jobs(self) -> list[Job]:
         """Repeats the whole sequence, so that background load does not affect one count only."""
         once = [Job("first", n, names=(name,)) for n in self.first_devices for name in FIRST]
+        once += [Job("starts", n, names=START_MODELS) for n in self.first_devices[:2]]
         return once * self.first_repeats

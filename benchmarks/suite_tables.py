@@ -147,6 +147,27 @@ def first_table(done: Sequence[Done]) -> Table:
     return Table(title, headers, rows)
 
 
+def starts_table(done: Sequence[Done]) -> Table:
+    """Returns the table of seconds from the start of a program to its first step.
+
+    The shortest of the repeats counts.
+    """
+    repeats: dict[tuple[str, int], list[dict[str, float]]] = {}
+    for name, n, part in by_model(done):
+        repeats.setdefault((name, n), []).append(part)
+    rows = []
+    for (name, n), parts in repeats.items():
+        first, second = (min(part[what] for part in parts) for what in ("first", "second"))
+        noise = spread([part["second"] for part in parts])
+        verdict = estimate([second]).at_most(limits.C1_SECS)
+        rows.append([name, str(n), f"{first:.2f}", f"{second:.2f}", verdict, f"{noise:.0%}"])
+    title = (
+        "From the start of a program to its first step, with an empty compile cache and with a "
+        f"full one (C1: at most {limits.C1_SECS:g} s)"
+    )
+    return Table(title, ["model", "devices", "first s", "second s", "C1", "spread"], rows)
+
+
 def memory_table(done: Sequence[Done]) -> Table:
     """Returns the table of copies of the state on the fullest device."""
     rows = []

@@ -25,6 +25,7 @@ _MAKERS: tuple[tuple[str, Callable[[Sequence[Done]], Table]], ...] = (
     ("staged", suite_tables.staged_table),
     ("trainer", suite_tables.trainer_table),
     ("first", suite_tables.first_table),
+    ("starts", suite_tables.starts_table),
     ("memory", suite_tables.memory_table),
 )
 

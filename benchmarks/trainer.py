@@ -47,10 +47,12 @@ def hand_step(module: nnx.Module, opt: nnx.Optimizer, batch: Batch, mask: jax.Ar
 class Epochs(JaxContender):
     """Base class of contenders whose launches are whole epochs."""
 
-    def __init__(self, name: str, model: Model, strategy: mirror.Strategy) -> None:
+    def __init__(
+        self, name: str, model: Model, strategy: mirror.Strategy, steps: int = STEPS
+    ) -> None:
         self.name = name
         self._strategy = strategy
-        self._data = [model.batch()] * STEPS
+        self._data = [model.batch()] * steps
         with strategy.scope():
             self._module, self._opt = create_objects(model)
 
@@ -85,9 +87,14 @@ class ByTrainer(Epochs):
     """Contender with `Trainer.fit`."""
 
     def __init__(
-        self, name: str, model: Model, strategy: mirror.Strategy, steps_per_execution: int
+        self,
+        name: str,
+        model: Model,
+        strategy: mirror.Strategy,
+        steps_per_execution: int = 1,
+        steps: int = STEPS,
     ) -> None:
-        super().__init__(name, model, strategy)
+        super().__init__(name, model, strategy, steps)
         self._trainer = mirror.Trainer(
             self._module,
             self._opt,
@@ -105,7 +112,7 @@ def trainer_contenders(model: Model, num_devices: int) -> list[JaxContender]:
     """Returns `fit`, `fit` with 16 steps per launch, and the hand-written loop."""
     strategy = strategy_over(num_devices)
     return [
-        ByTrainer(plan.FIT, model, strategy, 1),
+        ByTrainer(plan.FIT, model, strategy),
         ByTrainer(plan.FIT_16, model, strategy, 16),
         ByHand(plan.LOOP, model, strategy),
     ]

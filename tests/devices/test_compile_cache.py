@@ -1,5 +1,7 @@
 """`mirror.config.set_compilation_cache`: a second process loads what the first one compiled."""
 
+import concurrent.futures
+
 import pytest
 
 import mirror
@@ -27,9 +29,12 @@ print("COUNTS", hits, misses, history["loss"][-1])
 UNSET = {"JAX_COMPILATION_CACHE_DIR": "", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1.0"}
 
 
-def train(directory) -> tuple[int, int, str]:
+OTHER_VERSION = "import jax._src.cache_key; jax._src.cache_key.jaxlib_version_str = '0.0.1'"
+
+
+def train(directory, before="") -> tuple[int, int, str]:
     """Trains in a new process; returns the programs that it loaded and compiled, and its loss."""
-    code = f"import sys; sys.argv = ['', {str(directory)!r}]\n{TRAINS}"
+    code = f"import sys; sys.argv = ['', {str(directory)!r}]\n{before}\n{TRAINS}"
     (line,) = (
         line
         for line in fresh.run(code, environment=UNSET).splitlines()
@@ -48,10 +53,23 @@ def test_a_second_process_compiles_nothing(tmp_path, subtests):
     assert len(entries) == misses
     with subtests.test(msg="a second process"):
         assert train(tmp_path / "new" / "programs") == (misses, 0, loss)
+    with subtests.test(msg="another version of jaxlib adds its own"):
+        assert train(tmp_path / "new" / "programs", OTHER_VERSION) == (0, misses, loss)
+        assert train(tmp_path / "new" / "programs") == (misses, 0, loss)
     with subtests.test(msg="entries that a killed process has not completed"):
         for entry in entries:
             entry.write_bytes(entry.read_bytes()[:-9])
         assert train(tmp_path / "new" / "programs") == (0, misses, loss)
+
+
+@pytest.mark.slow
+def test_processes_that_start_at_once_share_a_folder(tmp_path):
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        (*_, loss), (*_, same) = threads.map(train, [tmp_path / "new"] * 2)
+    assert same == loss
+    hits, misses, after = train(tmp_path / "new")
+    assert (misses, after) == (0, loss)
+    assert hits
 
 
 SETS = """

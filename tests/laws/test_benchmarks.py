@@ -215,9 +215,16 @@ def test_first_call_table_takes_the_minimum_and_judges_lowering_and_devices():
     assert many[6:11] == ["1.20", "1.00", "2.00", "1.20", "holds"]
 
 
+def test_starts_table_takes_the_minimum_of_each_start():
+    parts = [(9.0, 3.5), (8.0, 2.5)]
+    starts = [done("starts", 2, {"cnn": {"first": a, "second": b}}, "cnn") for a, b in parts]
+    (row,) = as_rows(suite_tables.starts_table(starts))
+    assert [row[name] for name in ("first s", "second s", "C1")] == ["8.00", "2.50", "holds"]
+
+
 def test_jobs_round_trip_through_json():
     jobs = plan.Settings().jobs()
-    assert {job.kind for job in jobs} == set(plan.SUITES)
+    assert {job.kind for job in jobs} == {*plan.SUITES, "starts"}
     assert [plan.Job.from_dict(json.loads(json.dumps(job.to_dict()))) for job in jobs] == jobs
     assert all((plan.ONE_DEVICE in job.contenders) == (job.devices == 1) for job in jobs[:1])
 
@@ -286,6 +293,14 @@ def test_child_reports_how_it_ended(subtests, program):
 
 
 @pytest.mark.slow
+def test_the_second_start_loads_what_the_first_has_compiled():
+    """`measure_starts` fails if it compiles a program."""
+    found = command.run_job(plan.Job("starts", 2, ("small",)), lambda _: None)
+    assert not found.lost
+    assert found.result["small"]["loaded"]
+
+
+@pytest.mark.slow
 def test_lost_child_keeps_its_measurements():
     said: list[str] = []
     found = command.run_job(plan.Job("memory", 1, ("small", "resnet")), said.append)
@@ -298,7 +313,7 @@ def test_gpu_suite_is_for_jaxs_default_device():
     """The other suites are for host devices; only the processes differ."""
     assert all(job.on_host for job in plan.Settings().jobs())
     jobs = plan.Settings(suites=(plan.GPU,)).jobs()
-    kinds = ["steps", "dispatch", "trainer", "memory", "first", "first", "first"]
+    kinds = ["steps", "dispatch", "trainer", "memory", *["first"] * 3, "starts"]
     assert [job.kind for job in jobs] == kinds
     assert not any(job.on_host or job.devices > 1 for job in jobs)
     assert [plan.Job.from_dict(job.to_dict()) for job in jobs] == jobs
