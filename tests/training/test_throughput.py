@@ -35,6 +35,8 @@ def scanned(model, batch):
 class Moves(callbacks.Callback):
     """Moves the clock: a second for the compilation, half for each launch, three for the rest."""
 
+    adds = ("nothing",)  # for the order of `Throughput`
+
     def __init__(self, clock: FakeClock):
         self._clock = clock
 
@@ -52,13 +54,25 @@ class Moves(callbacks.Callback):
         self._clock.jump(3)
 
 
+class Saves(callbacks.Callback):
+    """Moves the clock by a second, as a checkpoint of the epoch before."""
+
+    runs_last = True
+
+    def __init__(self, clock: FakeClock):
+        self._clock = clock
+
+    def on_epoch_begin(self, fit):
+        self._clock.jump(1)
+
+
 def trained(monkeypatch, strategy, loss=loss_fn, peak=None, **options) -> mirror.History:
     clock = FakeClock()
     inside.use_clock(clock, monkeypatch)
     with strategy.scope():
         net = nnx.Linear(IN, OUT, rngs=nnx.Rngs(0))
         trainer = mirror.Trainer(net, optax.sgd(0.1), loss, **options)
-    added = [Moves(clock), callbacks.Throughput(peak)]
+    added = [Moves(clock), callbacks.Throughput(peak), Saves(clock)]
     return trainer.fit(DATA, epochs=2, batch_size=SIZE, callbacks=added, progress=False)
 
 
@@ -75,7 +89,7 @@ def test_rates_are_of_the_steps_without_compilation(layout, monkeypatch):
     np.testing.assert_allclose(history["flops_per_sec"], [STEP_FLOPS * 2] * 2, rtol=0.2)
     shares = np.array(history["flops_per_sec"]) / devices / 1e6
     np.testing.assert_allclose(history["peak_share"], shares)
-    np.testing.assert_allclose(history["goodput"], [2.5 / 6.5, 5 / 12])
+    np.testing.assert_allclose(history["goodput"], [2.5 / 7.5, 5 / 14])
 
 
 NO_FLOPS = {
@@ -109,12 +123,13 @@ def test_peak_must_be_positive():
             callbacks.Throughput(wrong)
 
 
-def test_logs_have_the_rates():
+def test_logs_and_progress_have_the_rates(capsys):
     seen: list[dict[str, float]] = []
     with cpu_strategy(2).scope():
         trainer = mirror.Trainer(nnx.Linear(IN, OUT, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss_fn)
     log = callbacks.Log(lambda logs, step: seen.append(logs))
-    added = [callbacks.Throughput(), log]
-    trainer.fit(DATA, epochs=2, batch_size=SIZE, callbacks=added, progress=False)
+    added = [log, callbacks.Throughput()]
+    trainer.fit(DATA, epochs=2, batch_size=SIZE, callbacks=added)
+    assert capsys.readouterr().err.count("goodput") == len(seen) == 2
     assert all({"examples_per_sec", "goodput"} <= logs.keys() for logs in seen)
     assert all(0 < logs["goodput"] <= 1 for logs in seen)

@@ -13,7 +13,7 @@ from typing import Any, Protocol, final
 
 from flax import nnx
 
-from mirror._src.base import interrupts
+from mirror._src.base import clock, interrupts
 from mirror._src.base.closing import Closing, closing
 from mirror._src.base.errors import require_int
 from mirror._src.base.modules import set_module
@@ -32,7 +32,6 @@ from mirror._src.training.runners import RemoteStrategy, StepRunner
 
 _LABELS = ", which mirror.Trainer(..., labels='label', num_classes=10) checks"
 _MOST_KEPT_BYTES = 2**23
-_ADDED = {"LearningRate": "learning_rate", "EMA": "ema_"}  # names, or how they start
 _CAUSES: dict[int, Cause] = {signal.SIGINT: "interrupt", signal.SIGTERM: "SIGTERM"}
 
 
@@ -156,8 +155,7 @@ class FitLoop:
         """Whether a callback may add a metric of this name at the end of an epoch."""
         if any(not is_our_module(type(callback).__module__) for callback in self._callbacks):
             return True
-        kinds = {type(callback).__name__ for callback in self._callbacks}
-        return any(kind in kinds and name.startswith(start) for kind, start in _ADDED.items())
+        return any(name.startswith(callback.adds) for callback in self._callbacks)
 
     @property
     def stopped(self) -> str | None:
@@ -312,6 +310,7 @@ class FitLoop:
         """Calls `on_epoch_begin` of the callbacks."""
         self._started = time.perf_counter()
         self._call("on_epoch_begin")
+        self.steps_began = clock.now()
 
     def _batches_of_epoch(self) -> Iterator[PaddedBatch]:
         """Yields the rest of the epoch: of one pass, or of `steps_per_epoch` from any passes.

@@ -440,7 +440,7 @@ class Trainer(Generic[M]):
         )
         callbacks = require_callbacks(callbacks)
         if progress and not any(isinstance(callback, ProgressBar) for callback in callbacks):
-            callbacks = (ProgressBar(), *callbacks)
+            callbacks = require_callbacks((ProgressBar(), *callbacks))
         loop = FitLoop(
             self,
             self._runner,

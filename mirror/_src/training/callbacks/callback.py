@@ -162,12 +162,15 @@ class Callback:
     A callback runs once, on the host, never per replica; the metrics it receives are Python floats.
     It may use the trainer: `fit.trainer.evaluate(data)`, `fit.trainer.save(directory)`,
     `fit.stop("why")`. An exception in a callback ends the training and is raised by `fit`.
-    Callbacks run in the order in which they are passed, except for those with `runs_last`.
+    Callbacks run in the order in which they are passed, except for those with `adds`, and for those
+    with `runs_last`.
 
     Methods with the names of hooks that do not exist here, such as `on_train_begin` of Keras, and
     similar names are rejected. Begin the names of other methods with an underscore.
 
     Attributes:
+        adds: Starts of the names of metrics that it adds to `logs` in `on_epoch_end`. It then runs
+            before callbacks that show or log them.
         runs_last: Whether to run after the other callbacks, for callbacks that store their states.
         runs_on_chief_only: Whether to run on the chief only, in a job of several processes. For
             callbacks that print or write files, and that neither stop the training nor change it.
@@ -180,6 +183,7 @@ class Callback:
     epoch 1: ['loss']
     """
 
+    adds: ClassVar[tuple[str, ...]] = ()
     runs_last: ClassVar[bool] = False
     runs_on_chief_only: ClassVar[bool] = False
 
@@ -244,4 +248,4 @@ def require_callbacks(callbacks: Any) -> tuple[Callback, ...]:
         require_hooks(callback)
     if len(set(map(id, callbacks))) < len(callbacks):
         raise ValueError("`callbacks` contains the same object twice. Pass it once.")
-    return tuple(sorted(callbacks, key=lambda callback: callback.runs_last))
+    return tuple(sorted(callbacks, key=lambda callback: (callback.runs_last, not callback.adds)))

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import optax
 from flax import nnx
@@ -63,6 +63,8 @@ class EMA(Callback):
     >>> sorted(trainer.fit(data, epochs=2, batch_size=4, callbacks=ema, progress=False))
     ['ema_loss', 'loss']
     """
+
+    adds: ClassVar[tuple[str, ...]] = ("ema_",)
 
     def __init__(self, data: Any = None, *, batch_size: int | None = None, decay: float) -> None:
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:

@@ -244,6 +244,8 @@ class LearningRate(Callback):
     [0.125, 0.125]
     """
 
+    adds: ClassVar[tuple[str, ...]] = ("learning_rate",)
+
     def __init__(self, schedule: Callable[[int], Any] | None = None) -> None:
         self._schedule = schedule
 

@@ -1,6 +1,6 @@
 """`Throughput`: examples and operations per second, and the share of the time spent in steps."""
 
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from mirror._src.base import clock
 from mirror._src.base.errors import expected
@@ -33,8 +33,7 @@ def peak_of(kind: str) -> float | None:
 class Throughput(Callback):
     """Adds the speed of the training to the metrics of each epoch.
 
-    Pass it before callbacks that log, and before a `ProgressBar()` that shows it. It only reads the
-    clock, and once per `fit` XLA's analysis of the step.
+    It only reads the clock, and once per `fit` XLA's analysis of the step.
 
     | metric | meaning |
     | --- | --- |
@@ -62,6 +61,8 @@ class Throughput(Callback):
     ['examples_per_sec', 'flops_per_sec', 'goodput', 'loss']
     """
 
+    adds: ClassVar[tuple[str, ...]] = ("examples_", "weights_", "flops_", "peak_share", "goodput")
+
     def __init__(self, peak_flops: float | None = None) -> None:
         if peak_flops is not None:
             fix = "For example peak_flops=989e12, or omit it."
@@ -74,19 +75,17 @@ class Throughput(Callback):
     def on_fit_begin(self, fit: FitLoop) -> None:  # noqa: ARG002
         """Starts the clock of the run."""
         self._began, self._in_steps = clock.now(), 0.0
-        self._is_compiled = False
+        self._compiled = self._end = 0.0
         self._flops: float | None = None
 
     def on_epoch_begin(self, fit: FitLoop) -> None:
-        """Starts the clock of the epoch, unless its first step must be compiled."""
-        self._start = self._end = clock.now()
+        """Notes where the epoch starts."""
         self._first = fit.position.step
         self._before = self._after = _amounts(fit)
 
     def on_step(self, fit: FitLoop) -> None:  # noqa: ARG002
-        """Starts the clock when the first step has been compiled."""
-        if not self._is_compiled:
-            self._is_compiled, self._start = True, clock.now()
+        """Notes when the first step has been compiled."""
+        self._compiled = self._compiled or clock.now()
 
     def on_metrics(self, fit: FitLoop, step: int, logs: dict[str, float]) -> None:  # noqa: ARG002
         """Notes when the last step of the epoch has ended."""
@@ -94,8 +93,8 @@ class Throughput(Callback):
 
     def on_epoch_end(self, fit: FitLoop, logs: dict[str, float]) -> None:
         """Adds the metrics."""
-        seconds = self._end - self._start
-        if not seconds:
+        seconds = self._end - max(self._compiled, fit.steps_began)
+        if seconds <= 0:
             return
         self._in_steps += seconds
         for name, amount in self._after.items():
