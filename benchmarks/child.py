@@ -15,6 +15,7 @@ from benchmarks.memory import measure_memory
 from benchmarks.models import BY_NAME, Model
 from benchmarks.paired import measure
 from benchmarks.processes import claim_stdout
+from benchmarks.slices import measure_alone
 from benchmarks.starts import measure_starts
 from benchmarks.through_mirror import (
     deep_contenders,
@@ -69,6 +70,11 @@ def run_memory(job: plan.Job) -> Parts:
         yield name, measure_memory(name, job.devices)
 
 
+def run_slices(job: plan.Job) -> Parts:
+    (name,), (way,) = job.names, job.contenders
+    yield name, measure_alone(name, way, job.devices)
+
+
 def run_first(job: plan.Job) -> Parts:
     (name,) = job.names
     yield name, measure_first(name, job.devices)
@@ -89,6 +95,7 @@ RUNNERS: dict[str, Callable[[plan.Job], Parts]] = {
     "memory": run_memory,
     "first": run_first,
     "starts": run_starts,
+    "slices": run_slices,
 }
 
 

@@ -14,6 +14,7 @@ S4_LOWERED, S4_DEVICES = (
 C1_SECS = 3.0  # of a second start, up to the first step
 S5_COPIES = 1.0
 S6_RATIO = 1.0  # over TensorFlow, Keras, torch
+S7_SLICES = 1.05  # over the best by hand
 T1_FIT, T2_MANY_STEPS = 1.05, 0.7
 MANY_LEAVES = ("leaves",)
 

@@ -19,9 +19,23 @@ OWN_PROCESS = (MIRROR_NNX, MIRROR_PLAIN, *HAND_WRITTEN, ONE_DEVICE, *RIVALS)
 FIRST = (MIRROR_NNX, MIRROR_PLAIN, SHARD_MAP)
 START_MODELS = ("narrow", "cnn")
 ON_ONE_DEVICE = (1, 2, 4, 8)  # replicas, in the suite `rows`
+SLICED_MODELS = ("mlp", "transformer")
+MIRRORED, SLICED = "mirrored", 'shard="model"'
+SLICED_BY_HAND = ("jit, by hand", "shard_map, by hand")
+STORED = (MIRRORED, 'shard="optimizer"', SLICED, *SLICED_BY_HAND)
 
 Kind = Literal[
-    "own", "steps", "dispatch", "deep", "rows", "staged", "trainer", "first", "starts", "memory"
+    "own",
+    "steps",
+    "dispatch",
+    "deep",
+    "rows",
+    "staged",
+    "trainer",
+    "first",
+    "starts",
+    "memory",
+    "slices",
 ]
 
 
@@ -58,7 +72,7 @@ class Job:
         devices: Number of devices.
         names: Models in most suites; the contender in `first`.
         leaves: Numbers of leaves, in the suite `dispatch`.
-        contenders: Contenders in the suite `own`.
+        contenders: Contenders in the suite `own`; the way to store the state in `slices`.
         timing: Number and duration of the measurements.
         on_host: Whether the devices are host devices, not JAX's default ones.
     """
@@ -102,6 +116,8 @@ class Settings:
     leaves: tuple[int, ...] = (1, 10, 100, 400)
     first_devices: tuple[int, ...] = (2, 8, 32, 64)
     first_repeats: int = 2
+    sliced_models: tuple[str, ...] = SLICED_MODELS
+    sliced_repeats: int = 3
 
     def quick(self) -> "Settings":
         """Returns settings for a short run: fewer measurements, without `deep`."""
@@ -117,6 +133,7 @@ class Settings:
             leaves=(1, 100),
             first_devices=(2, 8),
             first_repeats=1,
+            sliced_models=(),
         )
 
     def jobs(self) -> list[Job]:
@@ -128,6 +145,7 @@ class Settings:
             jobs.append(Job("rows", 1, names=self.models, timing=self.timing))
         if "memory" in self.suites:
             jobs.append(Job("memory", max(self.devices), names=self.models))
+            jobs += self._slices_jobs()
         if "first" in self.suites:
             jobs += self._first_jobs()
         if GPU in self.suites:
@@ -163,6 +181,12 @@ class Settings:
         if "trainer" in self.suites:
             jobs.append(Job("trainer", n, names=self.trainer_models, timing=self.timing))
         return jobs
+
+    def _slices_jobs(self) -> list[Job]:
+        """Repeats the whole sequence: the processes take turns."""
+        n = max(self.devices)
+        ways = [(model, way) for model in self.sliced_models for way in STORED if n > 1]
+        return [Job("slices", n, (m,), contenders=(w,)) for m, w in ways] * self.sliced_repeats
 
     def _first_jobs(self) -> list[Job]:
         """Repeats the whole sequence, so that background load does not affect one count only."""

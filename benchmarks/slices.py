@@ -6,10 +6,12 @@ prints for each way to store the state: MiB of state and of temporaries on each 
 collectives of the compiled step, the seconds of the first call, and the CPU time of a step, divided
 by the time of the mirrored one. Steps take turns in one process. By hand means `jit` with a
 sharding for each array, and `shard_map` with an all-gather at each read and `jax.checkpoint`.
+`python -m benchmarks --suites memory` measures each in a process of its own.
 """
 
 import argparse
 import re
+import resource
 import statistics
 import time
 from collections import Counter
@@ -24,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mirror
+from benchmarks import plan
 from benchmarks.devices import names_of
 from mirror._src.devices.replicas import stored_axis
 from mirror._src.engine.choice import SLICE_BYTES
@@ -31,6 +34,7 @@ from mirror._src.engine.choice import SLICE_BYTES
 TX = optax.adam(1e-3)
 WIDTH, LAYERS, VOCABULARY, LENGTH, HEADS = 256, 8, 2048, 64, 4
 _MIB = 2**20
+_STEPS = 7
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 _AXIS = "replica"
 
@@ -182,30 +186,56 @@ def by_hand(model: Model, num_devices: int, *, gathers: bool) -> Contender:
 
 
 CONTENDERS: dict[str, Callable[[Model, int], Contender]] = {
-    "mirrored": lambda model, n: through_mirror(model, n, "none"),
+    plan.MIRRORED: lambda model, n: through_mirror(model, n, "none"),
     'shard="optimizer"': lambda model, n: through_mirror(model, n, "optimizer"),
-    'shard="model"': lambda model, n: through_mirror(model, n, "model"),
+    plan.SLICED: lambda model, n: through_mirror(model, n, "model"),
     "jit, by hand": lambda model, n: by_hand(model, n, gathers=False),
     "shard_map, by hand": lambda model, n: by_hand(model, n, gathers=True),
 }
 
 
+def started(name: str, key: str, num_devices: int) -> tuple[Contender, float]:
+    """Returns a contender after its first step, and the seconds of that."""
+    start = time.perf_counter()
+    contender = CONTENDERS[key](MODELS[name](), num_devices)
+    contender, _ = advanced(contender)
+    return contender, time.perf_counter() - start
+
+
+def advanced(contender: Contender) -> tuple[Contender, float]:
+    """Returns the contender after a step, and the CPU seconds of the step."""
+    start = time.process_time()
+    state = jax.block_until_ready(contender.step(contender.state, contender.batch))
+    return contender._replace(state=state), time.process_time() - start
+
+
+def measure_alone(name: str, key: str, num_devices: int) -> dict[str, float]:
+    """Measures one contender, alone in this process: bytes of a device and of the process."""
+    contender, first = started(name, key, num_devices)
+    times = []
+    for _ in range(_STEPS):
+        contender, secs = advanced(contender)
+        times.append(secs)
+    memory = contender.compiled.memory_analysis()
+    return {
+        "state": memory.argument_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "first": first,
+        "step": statistics.median(times),
+    }
+
+
 def measure(name: str, num_devices: int, rounds: int) -> None:
     """Prints the rows of a model."""
-    model, built, first = MODELS[name](), {}, {}
-    for key, make in CONTENDERS.items():
-        start = time.perf_counter()
-        contender = make(model, num_devices)
-        state = jax.block_until_ready(contender.step(contender.state, contender.batch))
-        first[key] = time.perf_counter() - start
-        built[key] = contender._replace(state=state)
+    built, first = {}, {}
+    for key in CONTENDERS:
+        built[key], first[key] = started(name, key, num_devices)
     times: dict[str, list[float]] = {key: [] for key in built}
     for _ in range(rounds):
         for key, contender in built.items():
-            start = time.process_time()
-            state = jax.block_until_ready(contender.step(contender.state, contender.batch))
-            times[key].append(time.process_time() - start)
-            built[key] = contender._replace(state=state)
+            built[key], secs = advanced(contender)
+            times[key].append(secs)
     for key, contender in built.items():
         memory, text = contender.compiled.memory_analysis(), contender.compiled.as_text() or ""
         sent = Counter(re.findall(r" (all-gather|reduce-scatter|all-reduce)(?:-start)?\(", text))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from benchmarks import limits, plan
 from benchmarks.record import Done
 from benchmarks.report import NONE, Table, by_model, compared, ms
-from benchmarks.stats import Estimate, difference, estimate, median, ratio, spread, widest
+from benchmarks.stats import Estimate, best_of, difference, estimate, median, ratio, spread, widest
 
 _ROUNDING = 0.01  # allows for a loss and a token beside the state
 
@@ -190,6 +190,33 @@ def memory_table(done: Sequence[Done]) -> Table:
         "least possible fraction of the optimizer state)"
     )
     headers += ["optimizer sharded", "at best", "S5", "peak MiB", "estimated"]
+    return Table(title, headers, rows)
+
+
+def slices_table(done: Sequence[Done]) -> Table:
+    """Returns the table of the ways to store the state; the processes took turns."""
+    turns: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for each in done:
+        for name, part in each.result.items():
+            turns.setdefault(name, {}).setdefault(each.job.contenders[0], []).append(part)
+    rows = []
+    for name, ways in turns.items():
+        times = {way: [part["step"] for part in parts] for way, parts in ways.items()}
+        by_hand = [way for way in plan.SLICED_BY_HAND if way in times]
+        best = best_of(times, by_hand) if by_hand else ""
+        for way, parts in ways.items():
+            sizes = [parts[0]["state"], parts[0]["temporaries"], max(p["process"] for p in parts)]
+            rows.append([name, way, *(f"{size / 2**20:.1f}" for size in sizes)])
+            rows[-1].append(f"{min(part['first'] for part in parts):.1f}")
+            rows[-1] += compared(times, ratio, way, plan.MIRRORED)
+            limited = compared(times, ratio, way, best, limits.S7_SLICES)
+            rows[-1] += limited if way == plan.SLICED else [limited[0], NONE]
+    headers = ["model", "state", "state MiB", "temporaries MiB", "process MiB", "first s"]
+    headers += ["step over mirrored", "over the best by hand", "S7"]
+    title = (
+        "Models in slices, each in its own process: memory of a device, peak of the process, CPU "
+        f"time of a step (S7: at most {limits.S7_SLICES} of the best by hand)"
+    )
     return Table(title, headers, rows)
 
 

@@ -27,6 +27,7 @@ _MAKERS: tuple[tuple[str, Callable[[Sequence[Done]], Table]], ...] = (
     ("first", suite_tables.first_table),
     ("starts", suite_tables.starts_table),
     ("memory", suite_tables.memory_table),
+    ("slices", suite_tables.slices_table),
 )
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import tracemalloc
 from collections import Counter
@@ -18,7 +19,12 @@ from jax import lax
 import mirror
 from mirror import cli
 from tests.support.copies import assert_close
-from tests.support.inside import compiled_step, give_host_memory, slice_arrays_from
+from tests.support.inside import (
+    axis_in_slices,
+    compiled_step,
+    give_host_memory,
+    slice_arrays_from,
+)
 from tests.support.strategies import cpu_strategy
 from tests.support.tables import rows
 
@@ -409,6 +415,11 @@ def test_trainer_trains_evaluates_predicts_and_restores_in_slices(steps, tmp_pat
         history = trainer.fit(DATA, epochs=2, batch_size=16, progress=False)
         assert all(is_sliced(k) is (shard == "model") for k in kernels(trainer.model))
         results[shard] = trainer, history, trainer.evaluate(DATA, batch_size=16)
+        trainer.export(tmp_path / f"{shard}.jax", DATA[0])
+        program = jax.export.deserialize((tmp_path / f"{shard}.jax").read_bytes())
+        np.testing.assert_allclose(
+            program.call(DATA[0]), trainer.predict(DATA[0], batch_size=16), atol=1e-5
+        )
         trainer.save(tmp_path / shard)
         assert all(is_sliced(k) is (shard == "model") for k in kernels(trainer.model))
     (sliced, history, metrics), (whole, wanted, others) = results["model"], results["none"]
@@ -422,6 +433,32 @@ def test_trainer_trains_evaluates_predicts_and_restores_in_slices(steps, tmp_pat
         trainer = trainer_of(cpu_strategy(n, shard=shard), accumulate_steps=steps)
         trainer.restore(tmp_path / saved)
         assert_close(nnx.state(trainer.optimizer), nnx.state(results[saved][0].optimizer), 0)
+
+
+WIDE = [(768, 3072), (3072,), (3072, 768)]
+SHAPES = {
+    "GPT-2": [(50257, 768), (1024, 768), *[*WIDE, (768, 2304), (2304,), (768, 768)] * 12],
+    "ViT-B": [(16, 16, 3, 768), (1, 197, 768), (768, 1000), (1000,)]
+    + [*WIDE, *[(768, 12, 64), (12, 64)] * 3, (12, 64, 768)] * 12,
+    "ResNet-50": [(7, 7, 3, 64), (2048, 1000)]
+    + [
+        shape
+        for c, first, count in ((64, 64, 3), (128, 256, 4), (256, 512, 6), (512, 1024, 3))
+        for i in range(count)
+        for shape in [
+            (1, 1, 4 * c if i else first, c),
+            *[(3, 3, c, c), (1, 1, c, 4 * c), (4 * c,)],
+            *([] if i else [(1, 1, first, 4 * c)]),
+        ]
+    ],
+}
+
+
+@rows("shapes", SHAPES)
+def test_nearly_all_bytes_of_known_models_are_in_slices(shapes):
+    for n in (2, 4, 8, 16):
+        sliced = [s for s in shapes if axis_in_slices(s, n) is not None]
+        assert sum(map(math.prod, sliced)) > 0.99 * sum(map(math.prod, shapes))
 
 
 def test_large_checkpoints_pass_through_the_host_one_array_at_a_time(tmp_path, monkeypatch):

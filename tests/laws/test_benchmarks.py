@@ -156,6 +156,9 @@ def test_report_marks_faster_and_missing_rivals():
     assert command.is_broken([own(2, times, {plan.KERAS: "hung"})])
 
 
+STORED = {"state": 2**20, "temporaries": 2**21, "process": 3 * 2**20, "first": 4.5}
+
+
 def test_dispatch_table_shows_goals():
     times = {name: [0.1] * 3 for name in plan.HAND_WRITTEN}
     times |= {plan.MIRROR_PLAIN: [0.119] * 3, plan.MIRROR_NNX: [0.136] * 3}
@@ -178,6 +181,14 @@ def test_remaining_tables_show_their_columns():
     one["peak"] = {"reported": None, "estimate": 3 * 2**20}
     alone = suite_tables.memory_table([done("memory", 1, {"cnn": one})]).rows
     assert alone[0][10:] == ["-", "3.0"]
+    ways = [(plan.MIRRORED, 2.0), (plan.SLICED, 1.5), (plan.SLICED_BY_HAND[0], 1.0)]
+    stored = [
+        Done(plan.Job("slices", 8, contenders=(way,)), {"mlp": {**STORED, "step": step}})
+        for way, step in ways * 2
+    ]
+    (_, sliced, _) = suite_tables.slices_table(stored).rows
+    assert sliced[2:6] == ["1.0", "2.0", "3.0", "4.5"]
+    assert sliced[6:] == ["0.75 [0.75, 0.75]", "1.50 [1.50, 1.50]", "BROKEN"]
     deep = suite_tables.deep_table([done("deep", 1, {"deep": {**TIMES, plan.NNX_JIT: [20.0] * 3}})])
     assert deep.rows[0][3] == "20.000"
     assert deep.rows[0][5] == "holds"
@@ -224,7 +235,8 @@ def test_starts_table_takes_the_minimum_of_each_start():
 
 def test_jobs_round_trip_through_json():
     jobs = plan.Settings().jobs()
-    assert {job.kind for job in jobs} == {*plan.SUITES, "starts"}
+    kinds = {*plan.SUITES, "starts", "slices"}  # of the suites `first` and `memory`
+    assert {job.kind for job in jobs} == kinds
     assert [plan.Job.from_dict(json.loads(json.dumps(job.to_dict()))) for job in jobs] == jobs
     assert all((plan.ONE_DEVICE in job.contenders) == (job.devices == 1) for job in jobs[:1])
 

@@ -54,7 +54,7 @@ from mirror._src.devices import (
 from mirror._src.devices import launches as launch_records
 from mirror._src.devices import state as device_state
 from mirror._src.devices import unused_gpus as unused_gpu_module
-from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.devices.replicas import ReplicaDevices, stored_axis
 from mirror._src.engine import (
     argument_placer,
     auto_shard,
@@ -744,6 +744,12 @@ def compiled_step(
 def slice_arrays_from(num_bytes: int, patch: pytest.MonkeyPatch) -> None:
     """Lets `shard="model"` store arrays of this size in slices, for small tests."""
     patch.setattr(choice, "SLICE_BYTES", num_bytes)
+
+
+def axis_in_slices(shape: Sequence[int], num_devices: int) -> int | None:
+    """Returns the axis along which `shard="model"` stores a float32 array of this shape."""
+    type_ = jax.ShapeDtypeStruct(tuple(shape), np.float32)
+    return stored_axis(type_, num_devices, choice.SLICE_BYTES)
 
 
 def strategy_in_slices(devices: Sequence[jax.Device], **options: Any) -> mirror.MirroredStrategy:

@@ -16,6 +16,7 @@ from mirror._src.base.naming import name_of
 from mirror._src.base.optional import require
 from mirror._src.base.types import PyTree
 from mirror._src.data.batches import HostBatch, host_batch
+from mirror._src.devices.transfer import move
 from mirror._src.engine.mesh import outside_traces
 from mirror._src.jaxprs.equations import equations
 from mirror._src.jaxprs.primitives import CALLBACK
@@ -124,7 +125,10 @@ def _onnx_of(
 
 
 def _on_one_device(leaf: Any) -> Any:
-    return leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    shard = leaf.addressable_shards[0]
+    return shard.data if leaf.is_fully_replicated else move(leaf, shard.device)  # in slices
 
 
 def _require_no_callbacks(fn: Callable[..., Any], program: Any) -> None:
