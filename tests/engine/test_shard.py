@@ -1,6 +1,7 @@
 """`shard="optimizer"`: each device stores and updates 1/n of the state; training is the same."""
 
 import json
+import warnings
 
 import equinox as eqx
 import jax
@@ -516,11 +517,14 @@ WHOLE = {
 
 
 @rows("make, wanted", WHOLE)
-def test_log_reports_when_sharding_has_no_effect(make, wanted, caplog):
+def test_sharding_says_when_it_has_no_effect(make, wanted, caplog):
+    """In the log with one device, else in a warning."""
     caplog.clear()
-    with caplog.at_level("INFO", logger="mirror"):
+    with caplog.at_level("INFO", logger="mirror"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         strategy = make()
-    (said,) = [r for r in caplog.messages if "shard=" in r]
+    (said,) = [r for r in (*caplog.messages, *(str(w.message) for w in caught)) if "shard=" in r]
+    assert bool(caught) is (len(strategy.devices) > 1)
     assert_message(said, **wanted)
     assert strategy.shard == "none"
     state, _ = train(strategy, optax.adam(1e-2))

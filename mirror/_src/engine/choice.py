@@ -79,13 +79,18 @@ def choose(
 def slice_bytes(replicas: ReplicaDevices, ops: CrossDeviceOps, shard: Shard) -> float | None:
     """Returns the size from which mirrored state is stored in slices; see `ReplicaDevices`.
 
-    If nothing can be, the reason is logged.
+    If nothing can be, a warning says why; with one device or `"auto"`, a log entry does.
     """
     if shard == "none":
         return None
     reason = _reason_not_to_shard(replicas, ops)
     if reason:
-        _logger.info("shard=%r has no effect: %s", shard, reason)
+        text = f"shard={shard!r} has no effect: {reason}"
+        if shard == "auto" or len(set(replicas.devices)) == 1:
+            _logger.info(text)
+        else:
+            text += ". Each device stores the whole state. Omit `shard`."
+            warnings.warn(text, stacklevel=depth_of_user())
         return None
     return math.inf if shard == "optimizer" else SLICE_BYTES
 
