@@ -141,6 +141,12 @@ def test_what_cannot_be_exported_is_an_error(tmp_path, subtests):
         patch.setitem(__import__("sys").modules, "flatbuffers", None)
         with raises(ModuleNotFoundError, names="flatbuffers", fix="pip install"):
             trainer.export(path, X)
+    for platforms in ("cpu", ["cpu", "rocket"]):
+        with (
+            subtests.test(msg=f"{platforms}"),
+            raises(ValueError, names="platforms", values=platforms),
+        ):
+            trainer.export(path, X, platforms=platforms)
 
 
 # ONNX
@@ -175,6 +181,16 @@ def run_onnx(file, *arrays) -> list[np.ndarray]:
     return session.run(None, dict(zip(names, arrays, strict=True)))
 
 
+LOADS_ONNX = """
+import sys
+import numpy as np, onnxruntime
+session = onnxruntime.InferenceSession("{folder}/model.onnx")
+(found,) = session.run(None, {{"input": np.load("{folder}/images.npy")}})
+np.save("{folder}/found.npy", found)
+assert not {{"mirror", "jax"}} & sys.modules.keys()
+"""
+
+
 @onnx
 def test_onnx_computes_what_predict_does(tmp_path, subtests):
     trainer = trained()
@@ -202,8 +218,14 @@ def test_onnx_computes_what_predict_does(tmp_path, subtests):
         with mirror.MirroredStrategy(["/cpu:0", "/cpu:1"]).scope():
             loss = "sparse_categorical_crossentropy"
             trainer = mirror.Trainer(Images(nnx.Rngs(0)), optax.adam(0.1), loss)
-        trainer.export(tmp_path / "images.onnx", images)
-        (found,) = run_onnx(tmp_path / "images.onnx", images)
+        trainer.export(tmp_path / "images.ONNX", images)
+        (found,) = run_onnx(tmp_path / "images.ONNX", images)
+        np.testing.assert_allclose(found, trainer.predict(images, batch_size=4), **SMALL)
+    with subtests.test(msg="a process without mirror and JAX"):
+        trainer.export(tmp_path / "model.onnx", images)
+        np.save(tmp_path / "images.npy", images)
+        fresh.run(LOADS_ONNX.format(folder=tmp_path))
+        found = np.load(tmp_path / "found.npy")
         np.testing.assert_allclose(found, trainer.predict(images, batch_size=4), **SMALL)
 
 

@@ -117,6 +117,15 @@ def test_training_is_written_to_and_resumed_from_memory(run):
     train_save_and_resume(run)
 
 
+def test_paths_of_universal_pathlib_are_paths(run):
+    callbacks_of = [callbacks.Checkpoint(run / "ckpt"), callbacks.CSVLogger(run / "log.csv")]
+    trainer = new_trainer()
+    trainer.fit(DATA, callbacks=callbacks_of, **FIT)
+    new_trainer().restore(run / "ckpt")
+    assert mirror.load_checkpoint(run / "ckpt").step == 3
+    assert (run / "log.csv").exists()
+
+
 @pytest.mark.dev("moto", "s3fs", "flask")
 @pytest.mark.filterwarnings("ignore")  # of botocore, moto and Flask
 def test_training_is_written_to_and_resumed_from_s3(s3):
@@ -203,6 +212,44 @@ def test_training_continues_without_a_log_that_fails(run, monkeypatch):
     assert names_in(run) == ["log.csv"]
 
 
+def test_store_that_fails_at_any_moment_of_reading_is_named(run, monkeypatch):
+    """The model is unchanged, and no older checkpoint takes the place of the last one."""
+    new_trainer().fit(DATA, 3, callbacks=callbacks.Checkpoint(str(run)), **FIT)
+    calls, most = [0], [0]
+
+    def failing(method):
+        def call(fs, *args, **options):
+            calls[0] += 1
+            if calls[0] == most[0]:
+                raise TimeoutError("the connection was lost")
+            return method(fs, *args, **options)
+
+        return call
+
+    for name in ("ls", "info", "_open"):
+        monkeypatch.setattr(MemoryFileSystem, name, failing(getattr(MemoryFileSystem, name)))
+    failures, unchanged = [], []
+    for number in range(1, 20):
+        trainer, calls[0], most[0] = new_trainer(), 0, number
+        before = weights(trainer)
+        try:
+            trainer.restore(str(run))
+        except (OSError, ValueError) as error:
+            failures.append(str(error))
+            unchanged.append(all(map(np.array_equal, weights(trainer), before)))
+        else:
+            assert trainer.fit(DATA, 4, **FIT).epochs == [0, 1, 2, 3]
+    assert len(failures) > 2
+    assert all(str(run) in failure for failure in failures)
+    assert all(unchanged)
+
+
+def test_program_that_a_store_does_not_take_is_named(run, monkeypatch):
+    Fails(monkeypatch, "model.jax")
+    with raises(OSError, names=str(run), values="the connection was lost"):
+        new_trainer().export(run / "model.jax", X[:1], lambda model, x: model(x))
+
+
 def test_stores_that_cannot_be_reached_are_named(run, monkeypatch):
     def fails(*_, **__):
         raise RuntimeError("no route to the host")
@@ -233,7 +280,7 @@ WRITERS = {
 
 def test_paths_are_rejected_in_one_sentence(subtests, monkeypatch):
     for name, write in WRITERS.items():
-        for path in ["ftp://bucket/run", "s3://", "", "a\0b"]:
+        for path in ["ftp://bucket/run", "s3://", "", "a\0b", 3]:
             with (
                 subtests.test(msg=f"{name} {path!r}"),
                 raises(ValueError, values=repr(path), fix="gs://"),

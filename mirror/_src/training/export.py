@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jax import export as jax_export
 
+from mirror._src.base.errors import expected
 from mirror._src.base.naming import name_of
 from mirror._src.base.optional import require
 from mirror._src.base.types import PyTree
@@ -22,9 +23,10 @@ from mirror._src.jaxprs.equations import equations
 from mirror._src.jaxprs.primitives import CALLBACK
 from mirror._src.jaxprs.user_lines import user_line
 from mirror._src.training.checkpoints.files import write_file
-from mirror._src.training.paths import path_of_argument, shorten
+from mirror._src.training.paths import named_errors, path_of_argument, shorten
 
 _PLATFORMS = ("cpu", "cuda")
+_KNOWN = {"cpu", "cuda", "rocm", "tpu"}
 
 
 def exported(
@@ -51,6 +53,8 @@ def exported(
     Raises:
         ValueError: If the program contains host callbacks, or cannot be converted to ONNX.
     """
+    if isinstance(platforms, str) or not {*(platforms or ())} <= _KNOWN:
+        raise ValueError(expected("platforms", platforms, f"a list of {sorted(_KNOWN)}"))
     if in_onnx and platforms is not None:
         raise ValueError("`platforms` does not apply to ONNX, which is for all. Omit it.")
     for package in ("jax2onnx", "onnxruntime") if in_onnx else ("flatbuffers",):
@@ -143,4 +147,6 @@ def _require_no_callbacks(fn: Callable[..., Any], program: Any) -> None:
 
 def write(path: str | Path, program: bytes) -> None:
     """Writes the program to its path when it is complete and on the disk."""
-    write_file(path_of_argument("path", path), [program])
+    target = path_of_argument("path", path)
+    with named_errors("write", target):
+        write_file(target, [program])

@@ -1,10 +1,12 @@
 """Paths of files and directories: local ones, or in an object store, by universal_pathlib."""
 
+import contextlib
 import os
 import re
 import shutil
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
 
@@ -24,7 +26,8 @@ def path_of_argument(name: str, value: str | os.PathLike[str]) -> Path:
         ValueError: If it is not a path, or the scheme of its URL is unknown.
         ModuleNotFoundError: If the package of the store is not installed.
     """
-    text = os.fspath(value)
+    text: Any = str(value) if is_remote(value) else value
+    text = os.fspath(text) if isinstance(text, os.PathLike) else text
     is_text = isinstance(text, str) and text and "\0" not in text
     if not is_text or ("://" in text and not _URL.fullmatch(text)):
         raise ValueError(expected(name, text, "a path", _FIX))
@@ -32,15 +35,32 @@ def path_of_argument(name: str, value: str | os.PathLike[str]) -> Path:
     if "://" in text:
         require(_PACKAGES[scheme], f"{scheme}://", "stores")
         upath = require("upath", f"{scheme}://", "stores")
-        return upath.UPath(text.rstrip("/"), use_listings_cache=False)  # others write, too
+        options = {"use_listings_cache": False}  # others write, too
+        options |= getattr(value, "storage_options", {})
+        return upath.UPath(text.rstrip("/"), **options)
     if scheme != text and scheme in _PACKAGES:
         raise ValueError(expected(name, value, "a URL with two slashes", "pathlib drops one."))
     return Path(text).expanduser()
 
 
-def is_remote(path: Path) -> bool:
-    """Whether the path is in an object store."""
+def is_remote(path: Any) -> bool:
+    """Whether the path is in an object store, or any `UPath`."""
     return hasattr(path, "fs")
+
+
+@contextlib.contextmanager
+def named_errors(what: str, path: Path) -> Iterator[None]:
+    """Names a path in errors of its store, which may be of any type.
+
+    Raises:
+        OSError: If there was an error of the store.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_remote(path) and str(path) not in str(error):
+            raise OSError(f"Could not {what} {path}: {shorten(error)}.") from error
+        raise
 
 
 def put(path: Any, data: bytes) -> None:
@@ -53,7 +73,8 @@ def fetched(path: Any, folder: str) -> Path:
     if not is_remote(path):
         return Path(path)
     local = Path(folder) / path.name
-    path.fs.get(path.path, str(local), recursive=True)
+    with named_errors("read", path):
+        path.fs.get(path.path, str(local), recursive=True)
     return local
 
 

@@ -592,6 +592,7 @@ class Trainer(Generic[M]):
                 to `("cpu", "cuda")`.
 
         Raises:
+            OSError: If the file cannot be written.
             ValueError: If the program contains host callbacks, such as `jax.debug.print`, or cannot
                 be converted to ONNX, or the inputs of a batch are unknown and `fn` is missing.
             ModuleNotFoundError: If flatbuffers, or jax2onnx for ONNX, is not installed.
@@ -603,7 +604,7 @@ class Trainer(Generic[M]):
         with self._using("export"):
             model, step = self._objects["model"], self._predict_step(fn)
             if self._local.is_chief:
-                in_onnx = str(path).endswith(".onnx")
+                in_onnx = str(path).lower().endswith(".onnx")
                 options = batch_size, platforms
                 write(path, exported(step, fn, model, example, *options, in_onnx=in_onnx))
             if self._local._spans_processes:

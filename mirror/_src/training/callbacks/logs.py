@@ -106,79 +106,6 @@ def _is_done(row: list[str], columns: list[str], last_epoch: int) -> bool:
 
 @set_module("mirror.callbacks")
 @final
-class TensorBoard(Callback):
-    """Writes the metrics of epochs, and optionally of steps, for TensorBoard.
-
-    Args:
-        directory: Log directory. Or a URL of an object store, to which the log is copied after each
-            epoch.
-        every_steps: Number of steps between additional entries. 0 writes only epochs.
-        program: Whether to write the text of the compiled step, at the first step.
-
-    Raises:
-        ModuleNotFoundError: If tensorboardX is not installed.
-        ValueError: If `every_steps` is negative.
-        TypeError: If `every_steps` is not an integer.
-
-    >>> history = trainer.fit(data, callbacks=TensorBoard("logs"), progress=False)
-    >>> from pathlib import Path
-    >>> len(list(Path("logs").iterdir()))
-    1
-    """
-
-    runs_on_chief_only: ClassVar[bool] = True
-
-    def __init__(
-        self, directory: str | Path, *, every_steps: int = 0, program: bool = False
-    ) -> None:
-        require_int("every_steps", every_steps, 0)
-        self._writer_class = require("tensorboardX").SummaryWriter
-        self._copy = LocalCopy("directory", directory)
-        self._every_steps = every_steps
-        self._program = program
-        self._written = 0
-        self._writer: Any = None
-
-    def on_fit_begin(self, fit: FitLoop) -> None:
-        """Opens the log."""
-        self._copy.begin()
-        suffix = f".{time.time_ns()}"  # two logs of one second must not share a file
-        self._writer = self._writer_class(str(self._copy.path), filename_suffix=suffix)
-        self._written = fit.position.step
-
-    def on_step(self, fit: FitLoop) -> None:
-        """Writes the text of the compiled step, once."""
-        if self._program:
-            self._program = False
-            text = fit.trainer._lowered_text()
-            self._writer.add_text("program", f"```\n{text}\n```", fit.position.step)
-
-    def on_metrics(self, fit: FitLoop, step: int, logs: dict[str, float]) -> None:  # noqa: ARG002
-        """Writes the metrics of steps, if they are due."""
-        if self._every_steps and step - self._written >= self._every_steps:
-            self._written = step
-            self._add({f"step_{name}": value for name, value in logs.items()}, step)
-
-    def on_epoch_end(self, fit: FitLoop, logs: dict[str, float]) -> None:
-        """Writes the metrics of the epoch."""
-        self._add(logs, fit.history.epochs[-1] + 1)
-        self._writer.flush()
-        self._copy.upload()
-
-    def on_fit_end(self, fit: FitLoop) -> None:  # noqa: ARG002
-        """Closes the log."""
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
-        self._copy.close()
-
-    def _add(self, logs: dict[str, float], step: int) -> None:
-        for name, value in logs.items():
-            self._writer.add_scalar(name, value, step)
-
-
-@set_module("mirror.callbacks")
-@final
 class Log(Callback):
     """Calls a function with the metrics of epochs, and optionally of steps.
 
@@ -225,6 +152,75 @@ class Log(Callback):
     def on_epoch_end(self, fit: FitLoop, logs: dict[str, float]) -> None:
         """Calls the function with the metrics of the epoch."""
         self._fn(dict(logs), fit.position.step)
+
+
+@set_module("mirror.callbacks")
+@final
+class TensorBoard(Callback):
+    """Writes the metrics of epochs, and optionally of steps, for TensorBoard.
+
+    Args:
+        directory: Log directory. Or a URL of an object store, to which the log is copied after each
+            epoch.
+        every_steps: Number of steps between additional entries. 0 writes only epochs.
+        program: Whether to write the text of the compiled step, at the first step.
+
+    Raises:
+        ModuleNotFoundError: If tensorboardX is not installed.
+        ValueError: If `every_steps` is negative.
+        TypeError: If `every_steps` is not an integer.
+
+    >>> history = trainer.fit(data, callbacks=TensorBoard("logs"), progress=False)
+    >>> from pathlib import Path
+    >>> len(list(Path("logs").iterdir()))
+    1
+    """
+
+    runs_on_chief_only: ClassVar[bool] = True
+
+    def __init__(
+        self, directory: str | Path, *, every_steps: int = 0, program: bool = False
+    ) -> None:
+        self._writer_class = require("tensorboardX").SummaryWriter
+        self._copy = LocalCopy("directory", directory)
+        self._log = Log(self._add, every_steps=every_steps)
+        self._program = program
+        self._writer: Any = None
+
+    def on_fit_begin(self, fit: FitLoop) -> None:
+        """Opens the log."""
+        self._copy.begin()
+        suffix = f".{time.time_ns()}"  # two logs of one second must not share a file
+        self._writer = self._writer_class(str(self._copy.path), filename_suffix=suffix)
+        self._log.on_fit_begin(fit)
+
+    def on_step(self, fit: FitLoop) -> None:
+        """Writes the text of the compiled step, once."""
+        if self._program:
+            self._program = False
+            text = fit.trainer._lowered_text()
+            self._writer.add_text("program", f"```\n{text}\n```", fit.position.step)
+
+    def on_metrics(self, fit: FitLoop, step: int, logs: dict[str, float]) -> None:
+        """Writes the metrics of steps, if they are due."""
+        self._log.on_metrics(fit, step, logs)
+
+    def on_epoch_end(self, fit: FitLoop, logs: dict[str, float]) -> None:
+        """Writes the metrics of the epoch."""
+        self._add(logs, fit.history.epochs[-1] + 1)
+        self._writer.flush()
+        self._copy.upload()
+
+    def on_fit_end(self, fit: FitLoop) -> None:  # noqa: ARG002
+        """Closes the log."""
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+        self._copy.close()
+
+    def _add(self, metrics: dict[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
 
 
 @set_module("mirror.callbacks")

@@ -181,6 +181,7 @@ class Tracker(Callback):
 
         Raises:
             FileNotFoundError: If one does not exist.
+            OSError: If a store cannot be read.
             RuntimeError: If `fit` has not started a run.
         """
         if not is_chief():

@@ -19,7 +19,7 @@ import numpy as np
 
 from mirror._src.base.errors import expected
 from mirror._src.training.checkpoints import files
-from mirror._src.training.paths import is_remote, path_of_argument, shorten
+from mirror._src.training.paths import is_remote, named_errors, path_of_argument, shorten
 
 Best: TypeAlias = tuple[str, Literal["min", "max"]]
 
@@ -46,21 +46,20 @@ def path_of(directory: Path, step: int) -> Path:
 def step_of(path: Path) -> int | None:
     """Returns the step of a checkpoint by its name, or None for another file."""
     match = _NAME.fullmatch(path.name)
-    return int(match[1]) if match and path.is_file() else None
+    # A store that fails would say that it is not a file, and training resume from an older one.
+    return int(match[1]) if match and (is_remote(path) or path.is_file()) else None
 
 
 def checkpoints_in(directory: Path) -> dict[int, Path]:
     """Returns the checkpoints by step, in order. A directory that does not exist has none."""
     try:
-        paths = {step_of(path): path for path in directory.iterdir()}
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
+        with named_errors("list", directory):
+            paths = {step_of(path): path for path in directory.iterdir()}
     except OSError as error:
-        if error.errno == errno.ELOOP:  # a link to itself
+        is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        if is_missing or error.errno == errno.ELOOP:  # a link to itself
             return {}
         raise
-    except Exception as error:
-        raise OSError(f"Could not list {directory}: {shorten(error)}.") from error
     return {step: paths[step] for step in sorted(step for step in paths if step is not None)}
 
 
@@ -190,7 +189,8 @@ def find_checkpoint(directory: str | os.PathLike[str], step: int | str) -> Check
     paths = checkpoints_in(directory)
     if not paths:
         raise _error_without_checkpoints(directory)
-    step = _chosen_step(directory, paths, step)
+    with named_errors("read", directory):
+        step = _chosen_step(directory, paths, step)
     metadata = _metadata_of(step, paths)
     return CheckpointHandle(
         paths, step, metadata["arrays"], metadata["position"], metadata["metrics"]
