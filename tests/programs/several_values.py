@@ -302,22 +302,25 @@ def refusals():
     )
 
 
-class Largest:
-    """The largest error, as libraries define metrics."""
+class Spread:
+    """The standard deviation of the errors, as libraries define metrics."""
 
     def __init__(self, errors):
-        self.largest = np.max(errors)
+        self.errors = errors
 
     def merge(self, other):
-        return Largest([self.largest, other.largest])
+        return Spread(np.concatenate([self.errors, other.errors]))
 
     def compute(self):
-        return self.largest
+        assert len(self.errors) == len(ARRAYS["x"]), "not each example once"
+        return np.std(self.errors)
 
 
 def loss_fn(model, batch):
     errors = optax.squared_error(model(batch["x"]), batch["y"])[:, 0]
-    return errors, {"largest": mirror.Metric(Largest, errors=errors)}
+    metrics = {"spread": Spread, "number": np.std}
+    inputs = {"spread": "errors", "number": "a"}
+    return errors, {n: mirror.Metric(m, **{inputs[n]: errors}) for n, m in metrics.items()}
 
 
 ARRAYS = {
@@ -343,7 +346,7 @@ def trainer():
     for a, b in zip(*(jax.tree.leaves(nnx.state(t.model)) for t in (many, one)), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
     a, b = (t.evaluate(ARRAYS, batch_size=8) for t in (many, one))
-    assert a.keys() == b.keys() == {"loss", "largest"}
+    assert a.keys() == b.keys() == {"loss", "spread", "number"}
     assert all(abs(a[name] - b[name]) < 1e-5 for name in a)
     predict = lambda model, batch: model(batch["x"])  # noqa: E731
     a, b = (t.predict(ARRAYS, predict, batch_size=8) for t in (many, one))

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from sklearn.metrics import precision_score, roc_auc_score
+from sklearn.metrics import f1_score, log_loss, precision_score, roc_auc_score
 
 import mirror
 from mirror import Metric
@@ -49,6 +49,7 @@ def loss_fn(model, batch):
     metrics = {
         "ranked": Metric(Ranked, values=logits, labels=labels),
         "function": Metric(Ranked.from_model_output, values=logits, labels=labels),
+        "f1": Metric(f1_score, y_true=labels, y_pred=scores > 0.5),
         "object": Metric(ACCURACY, logits=scores, labels=labels),
         "class": Metric(nnx.metrics.Average, values=jnp.stack([scores, scores], 1)),
         "mean": (scores > 0.5) == labels,
@@ -73,7 +74,7 @@ def expected(trainer) -> dict[str, float]:
     ranked = np.dot(np.arange(N), logits[:, 0])
     accuracy = np.mean((scores > 0.5) == DATA["y"])
     same = {"ranked": ranked, "function": ranked, "object": accuracy, "mean": accuracy}
-    return {**same, "class": scores.mean()}
+    return {**same, "class": scores.mean(), "f1": f1_score(DATA["y"], scores > 0.5)}
 
 
 def assert_exact(found, trainer, prefix="") -> None:
@@ -124,12 +125,26 @@ def test_named_loss_and_real_library():
             kind, predictions=nnx.sigmoid(outputs), labels=labels.astype(jnp.int32)
         )
 
-    metrics = {"auc": metric(metrax.AUCROC), "precision": metric(metrax.Precision)}
+    def perplexity(outputs, labels):
+        score = nnx.sigmoid(outputs)
+        both = jnp.stack([1 - score, score], axis=-1).reshape(len(score), 1, 2)
+        token = labels.astype(jnp.int32).reshape(len(score), 1)
+        return Metric(metrax.Perplexity, predictions=both, labels=token)
+
+    metrics = {
+        "auc": metric(metrax.AUCROC),
+        "precision": metric(metrax.Precision),
+        "f1": metric(metrax.FBetaScore),  # which has no merge
+        "perplexity": perplexity,
+    }
     trainer = trainer_of(STRATEGIES["2"](), "binary_crossentropy", metrics=metrics)
     found = trainer.evaluate((X, DATA["y"]), batch_size=4)
     logits = trainer.predict(X, batch_size=4)[:, 0]
     assert abs(found["auc"] - roc_auc_score(DATA["y"], logits)) < 0.01  # of 200 thresholds
     np.testing.assert_allclose(found["precision"], precision_score(DATA["y"], logits > 0))
+    np.testing.assert_allclose(found["f1"], f1_score(DATA["y"], logits > 0), rtol=1e-6)
+    exact = np.exp(log_loss(DATA["y"], 1 / (1 + np.exp(-logits))))
+    np.testing.assert_allclose(found["perplexity"], exact, rtol=1e-5)
 
 
 def returning(metrics):

@@ -33,7 +33,9 @@ class Metric:
             results `merge` and `compute` are called. A metric with `update(**inputs)` and
             `compute`: a class, or an object that was created outside the loss function, such as
             `nnx.metrics.Accuracy()`, which is copied and reset. Or a function of the inputs whose
-            results have `merge` and `compute`.
+            results have `merge` and `compute`. Results without `merge`, such as numbers of
+            scikit-learn's functions or metrax's `FBetaScore`, are computed once from the examples
+            of all batches, which the memory of the host must hold.
         inputs: Arrays of shape `(B, ...)` by the names of its arguments.
 
     Raises:

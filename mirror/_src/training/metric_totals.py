@@ -2,7 +2,8 @@
 
 import copy
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -49,14 +50,35 @@ class MetricTotals:
 
 def _with_rows(total: Any, metric: Any, rows: dict[str, np.ndarray]) -> Any:
     """Adds examples to the state of a metric, or makes one."""
+    if isinstance(total, _Unmerged):
+        total.rows.append(rows)
+        return total
     if hasattr(metric, "from_model_output") or not hasattr(metric, "update"):
-        of_batch = getattr(metric, "from_model_output", metric)(**rows)
+        of_rows = getattr(metric, "from_model_output", metric)
+        of_batch = of_rows(**rows)
+        merge = getattr(type(of_batch), "merge", None)
+        if getattr(merge, "__qualname__", "Metric.merge") == "Metric.merge":  # clu's has no code
+            return _Unmerged(of_rows, [rows])
         return of_batch if total is None else total.merge(of_batch)
     if total is None:
         total = metric() if isinstance(metric, type) else copy.deepcopy(metric)
         total.reset()
     total.update(**rows)
     return total
+
+
+@dataclass
+class _Unmerged:
+    """A metric whose results cannot be merged: it is computed from the examples of all batches."""
+
+    of_rows: Callable[..., Any]
+    rows: list[dict[str, np.ndarray]]
+
+    def compute(self) -> Any:
+        """Returns the metric."""
+        names = self.rows[0]
+        found = self.of_rows(**{n: np.concatenate([rows[n] for rows in self.rows]) for n in names})
+        return found.compute() if hasattr(found, "compute") else found
 
 
 def _number(name: str, value: Any) -> float:
