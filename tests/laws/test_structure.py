@@ -86,7 +86,7 @@ BUDGETS = {
     "data": Size(1501, 14, 28),
     "keras": Size(511, 7, 7),
     "strategy": Size(1002, 8, 8),
-    "training": Size(5505, 37, 67),
+    "training": Size(5507, 37, 67),
     "ps": Size(4004, 20, 81),
     "tools": Size(3171, 41, 33),
 }
@@ -137,6 +137,36 @@ def test_names_are_found_by_pickle_before_the_first_use():
         import pickle, sys, mirror
         assert "jax" not in sys.modules
         assert pickle.loads({pickle.dumps(mirror.ReduceOp.MEAN)!r}) is mirror.ReduceOp.MEAN
+    """
+    fresh.run(code)
+
+
+LIBRARIES = """
+    aim fsspec gcsfs grain jax2onnx keras metrax mlflow onnxruntime platformdirs ray s3fs
+    tensorboardX tensorflow torch torchdata trackio upath wandb
+"""
+
+
+@pytest.mark.slow
+def test_libraries_are_imported_when_they_are_used(tmp_path):
+    """Not by names of mirror, nor by a training with local files."""
+    code = f"""
+        import sys
+        import numpy as np, optax
+        from flax import nnx
+        import mirror
+
+        names = [getattr(module, name) for module in (mirror, mirror.callbacks, mirror.debugging)
+                 for name in dir(module) if name != "ps"]
+        x = np.ones((4, 3), "float32")
+        trainer = mirror.Trainer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), "mse")
+        log = mirror.callbacks.CSVLogger({str(tmp_path / "log.csv")!r})
+        files = mirror.callbacks.Checkpoint({str(tmp_path)!r}), log
+        added = mirror.callbacks.Throughput(), mirror.callbacks.LearningRate(lambda step: 0.1)
+        trainer.fit((x, x[:, :1]), batch_size=4, callbacks=[*files, *added])
+        trainer.restore({str(tmp_path)!r})
+        found = {{*{LIBRARIES.split()!r}}} & sys.modules.keys()
+        assert not found, found
     """
     fresh.run(code)
 

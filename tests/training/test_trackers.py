@@ -283,6 +283,8 @@ def test_bad_arguments_are_named(tmp_path, monkeypatch):
             callbacks.Tracker("wandb", projectname="digits")
     with raises(TypeError, names="every_steps"):
         callbacks.Tracker("tensorboard", logdir=str(tmp_path), every_steps=1.5)
+    with raises(TypeError, names="config", values="[1]"):
+        callbacks.Tracker("tensorboard", logdir=str(tmp_path), config=[1])
     monkeypatch.setitem(sys.modules, "aim", None)
     with raises(ModuleNotFoundError, names="aim", fix="pip install aim"):
         callbacks.Tracker("aim")

@@ -153,6 +153,8 @@ class Tracker(Callback):
             fix = f"Choose from: {', '.join(_LIBRARIES)}.{nearest(str(library), [*_LIBRARIES])}"
             raise ValueError(expected("library", library, "the name of a tracker", fix))
         self._name, self._library = library, _LIBRARIES[library]
+        if not isinstance(config, Mapping | None):
+            raise TypeError(expected("config", config, "a dict of hyperparameters"))
         creator = self._library.creator
         module = creator.partition(".")[0]
         self._module = require(module, f"Tracker({library!r})", extra=None)
