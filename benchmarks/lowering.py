@@ -96,14 +96,18 @@ CASES = {
         [(16, 14, 14, 64), (3, 3, 16, 64)],
         1,
     ),
-    "3-D, few channels": Case(
-        "convolutions._gathered", _conv, [(4, 12, 12, 12, 4), (3, 3, 3, 4, 16)]
+    "wide depthwise, kernel's gradient": Case(
+        "convolutions._per_group",
+        functools.partial(_conv, groups=256),
+        [(8, 14, 14, 256), (3, 3, 1, 256)],
+        1,
     ),
-    "3-D, few features": Case(
-        "convolutions._scattered", _conv, [(4, 12, 12, 12, 16), (3, 3, 3, 16, 4)]
+    "3-D": Case("convolutions._in_planes", _conv, [(4, 12, 12, 12, 16), (3, 3, 3, 16, 16)]),
+    "3-D, input's gradient": Case(
+        "convolutions._in_planes", _conv, [(4, 12, 12, 12, 16), (3, 3, 3, 16, 16)], 0
     ),
     "3-D, kernel's gradient": Case(
-        "convolutions._per_place", _conv, [(4, 12, 12, 12, 8), (3, 3, 3, 8, 16)], 1
+        "convolutions._in_planes", _conv, [(4, 12, 12, 12, 16), (3, 3, 3, 16, 16)], 1
     ),
     "transposed, kernel's gradient": Case(
         "convolutions._per_place",

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from benchmarks import plan
+from benchmarks import plan, workloads
 from benchmarks.processes import Child, ChildError
 from benchmarks.timing import in_order
 from benchmarks.worker import CHECK_STEPS, TURN
 
-LOSS_RTOL = 1e-3
 START_LIMIT_SECS = 600.0
 TURN_LIMIT_SECS = 60.0
 _SETTLE_SECS = 0.02  # until the threads of the previous process stop spinning
@@ -34,6 +33,7 @@ class Cell:
 
     def __init__(self, job: plan.Job, log: Callable[[str], None]) -> None:
         self._job, self._log = job, log
+        self._rtol = workloads.BY_NAME[job.names[0]].loss_rtol
         self.times: dict[str, list[list[float]]] = {name: [] for name in job.contenders}
         self.losses: dict[str, list[float]] = {}
         self.lost: dict[str, str] = {}
@@ -91,7 +91,7 @@ class Cell:
         self.losses.update(losses_by_name)
         judge = reference(losses_by_name)
         for name, losses in losses_by_name.items():
-            if reason := difference(losses, losses_by_name[judge], judge):
+            if reason := difference(losses, losses_by_name[judge], judge, self._rtol):
                 self._lose(name, reason)
                 del workers[name]
 
@@ -125,10 +125,10 @@ def reference(losses: dict[str, list[float]]) -> str:
     return next((name for name in (*by_hand, *losses) if name in losses), "")
 
 
-def difference(losses: list[float], expected: list[float], judge: str) -> str:
+def difference(losses: list[float], expected: list[float], judge: str, rtol: float) -> str:
     """Returns a description of the difference between two contenders' losses; empty if equal."""
     for steps, loss, right in zip((0, CHECK_STEPS), losses, expected, strict=True):
-        if not math.isclose(loss, right, rel_tol=LOSS_RTOL):
+        if not math.isclose(loss, right, rel_tol=rtol):
             return (
                 f"not the same training: the loss after {steps} steps is {loss:.6g}, but "
                 f"{right:.6g} for {judge}"

@@ -55,6 +55,7 @@ class Workload:
         epsilon: Epsilon of Adam.
         convs: The convolutions of a `cnn`.
         is_averaged: Whether the dense layers get the mean over all positions, not all of them.
+        loss_rtol: By how much losses may differ between libraries after some steps.
     """
 
     kind: Literal["mlp", "cnn", "chain"]
@@ -63,6 +64,7 @@ class Workload:
     epsilon: float = EPSILON
     convs: tuple[Conv, ...] = ()
     is_averaged: bool = False
+    loss_rtol: float = 1e-3
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -161,8 +163,13 @@ BY_NAME: dict[str, Workload] = {
     "wide": Workload("mlp", (784, 512, 512, 10), 256),
     "large": Workload("mlp", (784, 4096, 4096, 10), 4096),
     "cnn": Workload("cnn", (28, 1, 64, 10), 128, convs=_pooled(1, 8, 16)),
+    # Parameters that differ by 1e-5 lead to losses that differ by 6e-3: many gradients are tiny.
     "golbin": Workload(
-        "cnn", (28, 1, 1024, 256, 10), 64, convs=_pooled(1, 64, 128, 128, padding="VALID")
+        "cnn",
+        (28, 1, 1024, 256, 10),
+        64,
+        convs=_pooled(1, 64, 128, 128, padding="VALID"),
+        loss_rtol=2e-2,
     ),
     "mobile": Workload(
         "cnn",

@@ -400,8 +400,8 @@ def test_different_loss_is_an_error():
     losses = {plan.TORCH: [2.0, 1.0], plan.JIT: [2.0, 1.0005], plan.SHARD_MAP: [2.0, 1.0]}
     assert own_process.reference(losses) == plan.SHARD_MAP
     assert own_process.reference({plan.TORCH: [2.0, 1.0]}) == plan.TORCH
-    assert not own_process.difference([2.0, 1.0], [2.0, 1.0005], "jit")
-    reason = own_process.difference([2.0, 1.1], [2.0, 1.0], "jit")
+    assert not own_process.difference([2.0, 1.0], [2.0, 1.0005], "jit", 1e-3)
+    reason = own_process.difference([2.0, 1.1], [2.0, 1.0], "jit", 1e-3)
     assert_message(reason, names="jit", values=["1.1", 5, 1])
 
 

@@ -508,6 +508,15 @@ _OF_EXECUTORS = (
         is_slow=True,
     ),
     Fault(
+        "a three-dimensional convolution with strides",
+        "mirror/_src/passes/lower/convolutions.py",
+        "planes(i * step, stride, places)",
+        "planes(i * stride, step, places)",
+        ("tests/passes/test_lower.py",),
+        likely="convolutions_and_their",
+        is_slow=True,
+    ),
+    Fault(
         "a convolution of half precision whose sums are rounded",
         "mirror/_src/passes/lower/convolutions.py",
         "if not all(aval.dtype == jnp.float32 for aval in conv.avals):",

@@ -22,7 +22,13 @@ from tests.support.strategies import ONE, PAIRS, cpu_strategy, executors
 from tests.support.tables import rows
 
 RULES = table._BY_PLATFORM["CPU"]
-EXECUTORS = {**ONE, **PAIRS, **executors(2)}
+EXECUTORS = {
+    **ONE,
+    **PAIRS,
+    **executors(2),
+    "in turn": functools.partial(cpu_strategy, 2, replicas=4),
+    "slices": functools.partial(cpu_strategy, 2, shard="model"),
+}
 # Seeds of random operations.
 SEEDS = [
     range(3),
@@ -134,7 +140,7 @@ def random_convolution(rng):
     pick = lambda *options: [int(rng.choice(options)) for _ in range(rank)]  # noqa: E731
     kind = rng.choice(["dense", "depthwise", "one channel", "grouped", "pointwise"])
     groups, inputs, outputs = {
-        "depthwise": (int(rng.choice([3, 8])), 1, int(rng.choice([1, 1, 2]))),
+        "depthwise": (int(rng.choice([3, 8, 48])), 1, int(rng.choice([1, 1, 2]))),
         "one channel": (1, 1, int(rng.choice([2, 5]))),
         "grouped": (int(rng.choice([2, 4])), int(rng.choice([2, 3])), int(rng.choice([2, 3]))),
     }.get(kind, (1, int(rng.choice([2, 4])), int(rng.choice([2, 3, 5]))))
@@ -145,11 +151,16 @@ def random_convolution(rng):
     most = [min(2, (k - 1) * d) for k, d in zip(kernel, rhs_dilation, strict=True)]
     letters = "DHW"[3 - rank :]
     layout = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
-    x = rng.randn(2, *pick(5, 6, 8), groups * inputs).astype(np.float32)
-    w = rng.randn(*kernel, inputs, groups * outputs).astype(np.float32)
-    if rng.randint(3) == 0:
-        layout = (f"NC{letters}", f"OI{letters}", f"NC{letters}")
-        x, w = np.moveaxis(x, -1, 1), np.moveaxis(w, (-1, -2), (0, 1))
+    match rng.randint(4):
+        case 0:
+            layout = (f"NC{letters}", f"OI{letters}", f"NC{letters}")
+        case 1:
+            layout = tuple("".join(rng.permutation(list(axes))) for axes in layout)
+    sizes = dict(zip(letters, pick(5, 6, 8), strict=True), N=rng.choice([1, 2, 2]))
+    sizes |= {"C": groups * inputs, "I": inputs, "O": groups * outputs}
+    x = rng.randn(*map(sizes.get, layout[0])).astype(np.float32)
+    sizes |= zip(letters, kernel, strict=True)
+    w = rng.randn(*map(sizes.get, layout[1])).astype(np.float32)
     fn = functools.partial(
         lax.conv_general_dilated,
         window_strides=[1] * rank if max(lhs_dilation) > 1 else pick(1, 1, 2),
@@ -175,9 +186,11 @@ def test_convolutions_and_their_gradients(subtests, seeds):
                 y, vjp = jax.vjp(fn, x, w)
                 return y, vjp(dy)
 
-            if rng.randint(3) == 0:
-                x, dy = np.stack([x, 2 * x]), np.stack([dy, 1 + dy])
-                value_and_gradients = jax.vmap(value_and_gradients, (0, None, 0))
+            mapped = [(None, None, None), (0, None, 0), (None, 0, 0), (0, 0, 0)][rng.randint(4)]
+            if 0 in mapped:
+                pairs = zip((x, w, dy), mapped, strict=True)
+                x, w, dy = (np.stack([v, 1 + v]) if axis == 0 else v for v, axis in pairs)
+                value_and_gradients = jax.vmap(value_and_gradients, mapped)
             require_close(value_and_gradients, x, w, dy)
 
 
@@ -220,6 +233,13 @@ def test_replacements_keep_lines_scopes_and_names_of_functions():
     text = jax.jit(lowered(lambda x: block(x), RULES)).lower(IMAGES).as_text(debug_info=True)
     assert "jit(block)/layer/max" in text
     assert "test_lower.py" in text
+
+
+def test_branches_for_other_platforms_are_not_compiled():
+    fn = functools.partial(lax.platform_dependent, cpu=net, tpu=looped, default=scanned)
+    text = jax.jit(lowered(lambda *args: fn(*args), RULES)).lower(*ARGS).as_text()
+    assert "while" not in text
+    require_close(fn, *ARGS)
 
 
 def test_recomputation_remains():
@@ -457,6 +477,13 @@ def test_program_for_gpus_is_the_same_with_and_without_the_table(monkeypatch):
         monkeypatch.setenv("MIRROR_LOWERING", "xla")
         assert program() == on_gpus
     assert program() != on_cpus
+
+
+def test_proof_does_not_depend_on_the_table(monkeypatch, two):
+    images = mirror.PerReplica([IMAGES] * 2)
+    report = str(two.inspect(gradient_step, (images,)))
+    monkeypatch.setenv("MIRROR_LOWERING", "xla")
+    assert str(two.inspect(gradient_step, (images,))) == report
 
 
 def gradient_step(x):

@@ -213,6 +213,11 @@ def _cond(run: Lowering, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
 
     index, *operands = arguments
     branches = [branch(program) for program in eqn.params["branches"]]
+    if (platforms := eqn.params.get("branches_platforms")) is not None:
+        # Only the branch of this platform can be compiled.
+        pairs = zip(platforms, branches, strict=True)
+        named = {name: branch for names, branch in pairs for name in names or ["default"]}
+        return jax.lax.platform_dependent(*operands, **named)
     return jax.lax.switch(index.astype(jnp.int32), branches, *operands)
 
 

@@ -1,13 +1,14 @@
-"""Convolutions on CPUs for which XLA has no fast kernel: products, and sums of slices.
+"""Convolutions on CPUs for which XLA has no fast kernel: sums of slices, products, smaller ones.
 
 XLA:CPU has a fast kernel (Eigen's) for dense convolutions of one or two dimensions; it computes
-groups and most other kernel gradients in scalar loops (JAX 0.10.2 and 0.12.0.1, float32). The
-comments in `_form_of` give the ratio of the times. Sums are rounded in another order: results
-differ by at most 1e-6 of the largest one.
+groups, three dimensions and some kernel gradients in scalar loops (JAX 0.10.2 and 0.12.0.1,
+float32). The comments in `_form_of` give the ratio of the times. Sums are rounded in another order:
+results differ by at most 1e-6 of the largest one.
 
 Delete a form when `tests/passes/test_lower_speed.py` says so.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -21,6 +22,10 @@ from mirror._src.passes.evaluate import Rule, Rules, bind_with
 
 _MOST_TERMS = 125  # each is a few operations
 _MOST_GROUPS = 64
+_MOST_FEATURES = 16  # of one input channel: from 32, XLA is as fast, or faster
+_CHANNELS = 16  # of a depthwise convolution, computed together
+_GROUPS = ("feature_group_count", "batch_group_count")
+_PER_DIMENSION = ("window_strides", "padding", "lhs_dilation", "rhs_dilation")
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
@@ -58,7 +63,12 @@ class _Convolution:
 
     def padded(self, x: Any) -> Any:
         """Returns an array (N, *S, C) with its padding."""
-        return lax.pad(x, np.zeros((), x.dtype), self.ends) if any(map(any, self.ends)) else x
+        return _pad(x, self.ends)
+
+    def examples_first(self, x: Any, w: Any) -> tuple[Any, Any]:
+        """Returns (C, *S, N) with its padding and (I, *K, O), which a kernel's gradient has."""
+        (n, c, *s), (o, i, *k) = self.lhs, self.rhs
+        return self.padded(_move(x, (c, *s, n))), _move(w, (i, *k, o))
 
     def at_kernel(self, x: Any) -> Iterator[Any]:
         """Yields, for each position of the kernel, what it is multiplied by: (N, *P, C)."""
@@ -75,6 +85,10 @@ class _Convolution:
         precision, dtype = self.params["precision"], self.params["preferred_element_type"]
         numbers = (axes, ((), ()))
         return lax.dot_general(left, right, numbers, precision, preferred_element_type=dtype)
+
+
+def _pad(x: Any, ends: Sequence[tuple[int, int, int]]) -> Any:
+    return lax.pad(x, np.zeros((), x.dtype), ends) if any(map(any, ends)) else x
 
 
 def _move(x: Any, order: Sequence[int]) -> Any:
@@ -98,70 +112,93 @@ def _sum(terms: Iterator[Any]) -> Any:
 
 def _per_channel(conv: _Convolution, x: Any, w: Any) -> Any:
     """Each feature depends on one channel: products and sums, without a contraction."""
-    shape, multiples = (conv.batch, *conv.places, conv.features), conv.features // conv.groups
-    kernels = lax.reshape(conv.w(w), (math.prod(conv.kernel), conv.groups, multiples))
-    pairs = zip(conv.at_kernel(conv.padded(conv.x(x))), kernels, strict=True)
-    return conv.result(_sum(lax.reshape(part[..., None] * each, shape) for part, each in pairs))
+    repeats = conv.features // conv.groups if conv.groups > 1 else 1
+
+    def sums(x: Any, w: Any) -> Any:
+        x = conv.padded(x if repeats == 1 else jnp.repeat(x, repeats, x.ndim - 1))
+        kernels = lax.reshape(w, (math.prod(conv.kernel), conv.features))
+        return _sum(part * each for part, each in zip(conv.at_kernel(x), kernels, strict=True))
+
+    return conv.result(_once(sums, conv.x(x), conv.w(w)))
+
+
+def _once(fn: Callable[..., Any], x: Any, w: Any) -> Any:
+    """Calls a function in a branch, so that XLA does not compute it again in each operation after.
+
+    XLA:CPU removes barriers before it fuses operations. It does not know that the branch is always
+    taken; the kernel `w` is not split over devices when the partitioner splits Keras models.
+    """
+    bits = lax.bitcast_convert_type(lax.reshape(w, (w.size,))[0], jnp.int32)
+    zeros = lambda *args: jnp.zeros_like(fn(*args))  # noqa: E731
+    return lax.cond((bits | 1) != 0, fn, zeros, x, w)
 
 
 def _per_channel_kernel(conv: _Convolution, x: Any, w: Any) -> Any:
     """Gradient of such a kernel: sums over the examples and positions."""
-    (n, c, *s), (o, i, *k) = conv.lhs, conv.rhs
-    x, w = conv.padded(_move(x, (c, *s, n))), _move(w, (i, *k, o))  # examples first
-    axes = tuple(range(len(k) + 1))
+    x, w = conv.examples_first(x, w)
+    axes = tuple(range(len(conv.kernel) + 1))
     sums = [lax.reduce_sum(part * w, axes) for part in conv.at_place(x)]
     return conv.result(lax.reshape(jnp.stack(sums), (1, *conv.places, conv.features)))
 
 
-def _per_group(conv: _Convolution, x: Any, w: Any) -> Any:
-    """One convolution per group."""
-    count = conv.groups * conv.batch_groups
-    split, last = conv.lhs[1 if conv.groups > 1 else 0], conv.out[1]
-    params = {**conv.params, "feature_group_count": 1, "batch_group_count": 1}
-    xs, ws = jnp.split(x, count, split), jnp.split(w, count, conv.rhs[0])
-    shape = list(conv.avals[2].shape)
-    shape[last] //= count
-    one = _Convolution(conv.eqn, params, [xs[0], ws[0], conv.avals[2].update(shape=tuple(shape))])
-    form = _form_of(one) or _unchanged
-    return lax.concatenate([form(one, *pair) for pair in zip(xs, ws, strict=True)], last)
+def _each(conv: _Convolution, changes: Any, pairs: Any, shape: tuple[int, ...]) -> list[Any]:
+    """Computes convolutions with other parameters, of operands with the channels last."""
+    numbers = lax.ConvDimensionNumbers(*_last_of(len(shape) - 1))
+    params, y = {**conv.params, "dimension_numbers": numbers, **changes}, conv.avals[2]
+    results = []
+    for x, w in pairs:
+        one = _Convolution(conv.eqn, params, [x, w, y.update(shape=shape)])
+        results.append((_form_of(one) or _unchanged)(one, x, w))
+    return results
 
 
-def _gathered(conv: _Convolution, x: Any, w: Any) -> Any:
-    """One product of the patches of `x`. They are small if there are few channels."""
-    last = len(conv.kernel) + 1
-    patches = lax.concatenate(list(conv.at_kernel(conv.padded(conv.x(x)))), last)
-    kernel = lax.reshape(conv.w(w), (patches.shape[last], conv.features))
-    return conv.result(conv.product(patches, kernel, ((last,), (0,))))
+def _per_group(conv: _Convolution, x: Any, w: Any, size: int = 1) -> Any:
+    """One convolution per `size` groups."""
+    count, last = conv.groups * conv.batch_groups // size, len(conv.kernel) + 1
+    xs = jnp.split(conv.x(x), count, last if conv.groups > 1 else 0)
+    pairs = zip(xs, jnp.split(conv.w(w), count, last), strict=True)
+    changes = {name: min(conv.params[name], size) for name in _GROUPS}
+    shape = (conv.batch // conv.batch_groups, *conv.places, conv.features // count)
+    return conv.result(lax.concatenate(_each(conv, changes, pairs, shape), last))
 
 
-def _scattered(conv: _Convolution, x: Any, w: Any) -> Any:
-    """Products of every position with the whole kernel, then sums. Small for few features."""
+def _in_planes(conv: _Convolution, x: Any, w: Any) -> Any:
+    """Convolutions without the first dimension of space."""
     rank, x, w = len(conv.kernel), conv.x(x), conv.w(w)
-    w = _move(lax.reshape(w, (math.prod(conv.kernel), *w.shape[rank:])), (1, 0, 2))
-    products = conv.product(x, w, ((rank + 1,), (0,)))
-    whole = (lax.index_in_dim(products, i, rank + 1, keepdims=False) for i in range(w.shape[1]))
-    places = np.ndindex(*conv.kernel)
-    return conv.result(
-        _sum(
-            _part(conv.padded(each), place, conv.steps, conv.strides, conv.places)
-            for each, place in zip(whole, places, strict=True)
-        )
-    )
+    x = _pad(x, [(0, 0, 0), conv.ends[1], *[(0, 0, 0)] * rank])
+    (depth, *_), (places, *rest) = conv.kernel, conv.places
+    stride, step = conv.strides[0], conv.steps[0]
+    changes = {name: conv.params[name][1:] for name in _PER_DIMENSION}
+
+    def planes(start: int, step: int, count: int) -> Any:
+        return lax.slice_in_dim(x, start, start + step * (count - 1) + 1, step, 1)
+
+    if depth > places:  # a kernel's gradient: planes as channels
+        parts = (jnp.moveaxis(planes(i * stride, step, depth), 1, -2) for i in range(places))
+        w = lax.collapse(jnp.moveaxis(w, 0, -3), rank - 1, rank + 1)
+        pairs = ((lax.collapse(part, rank, rank + 2), w) for part in parts)
+        shape = conv.batch, *rest, conv.features
+        return conv.result(jnp.stack(_each(conv, changes, pairs, shape), 1))
+    parts = (planes(i * step, stride, places) for i in range(depth))  # planes as examples
+    pairs = ((lax.collapse(part, 0, 2), each) for part, each in zip(parts, w, strict=True))
+    shape = conv.batch * places, *rest, conv.features
+    total = _sum(iter(_each(conv, changes, pairs, shape)))
+    return conv.result(lax.reshape(total, (conv.batch, *conv.places, conv.features)))
 
 
 def _per_place(conv: _Convolution, x: Any, w: Any) -> Any:
     """One product per position of the result, which also contracts the kernel's positions."""
-    space = tuple(range(len(conv.kernel) + 1))
-    axes = (tuple(i + 1 for i in space), space)
-    kernel = conv.w(w)
-    parts = [conv.product(part, kernel, axes) for part in conv.at_place(conv.padded(conv.x(x)))]
-    return conv.result(lax.reshape(jnp.stack(parts, 1), (conv.batch, *conv.places, conv.features)))
+    x, w = conv.examples_first(x, w)
+    kernel = lax.reshape(w, (w.size // conv.features, conv.features))
+    parts = (lax.reshape(part, (kernel.shape[0], conv.batch)) for part in conv.at_place(x))
+    products = [conv.product(part, kernel, ((0,), (0,))) for part in parts]
+    shape = (conv.batch, *conv.places, conv.features)
+    return conv.result(lax.reshape(jnp.stack(products, 1), shape))
 
 
 def _channels_last(conv: _Convolution, x: Any, w: Any) -> Any:
     """XLA's convolution, in the layout of its fast kernel."""
-    last = len(conv.kernel) + 1
-    numbers = lax.ConvDimensionNumbers(*_last_of(last))
+    numbers = lax.ConvDimensionNumbers(*_last_of(len(conv.kernel) + 1))
     params = {**conv.params, "dimension_numbers": numbers}
     (y,) = bind_with(conv.eqn, [conv.x(x), conv.w(w)], params)
     return conv.result(y)
@@ -184,29 +221,33 @@ def _form_of(conv: _Convolution) -> _Form | None:
     """Returns how to compute a convolution faster than XLA; `None` if it is fast enough."""
     if not all(aval.dtype in _FLOATS and aval.size for aval in conv.avals):
         return None
+    if any(low < 0 < high for low, high, _ in conv.ends):
+        return None  # XLA's fast kernel reads outside the input (JAX 0.10.2, not 0.12.0.1)
     if not all(aval.dtype == jnp.float32 for aval in conv.avals):
         return _layout_of(conv) if conv.groups == 1 else None
     kernel, places, rank = math.prod(conv.kernel), math.prod(conv.places), len(conv.kernel)
     is_gradient = kernel > places  # of a kernel: it slides the gradient of the result
     if conv.batch_groups > 1:  # the gradient of a kernel with groups: 50 to 490 times
         if conv.batch == conv.batch_groups == conv.features:
-            # In one dimension, 3 to 8 times. In two, XLA is as fast, and the padded inputs would
-            # double the memory of a MobileNet.
-            is_sum = rank == 1 and places <= _MOST_TERMS
-            return _per_channel_kernel if is_sum else _layout_of(conv)
+            if rank == 1 and places <= _MOST_TERMS:  # 3 to 8 times
+                return _per_channel_kernel
+            # XLA multiplies all channels with each other. 1.5 to 8 times; sums as in one dimension
+            # would double the memory of a MobileNet.
+            count, rest = divmod(conv.features, _CHANNELS)
+            if 2 < count <= _MOST_GROUPS and not rest:
+                return functools.partial(_per_group, size=_CHANNELS)
+            return _layout_of(conv)
         return _per_group if conv.batch_groups <= _MOST_GROUPS else None
     if conv.groups > 1 and is_gradient and conv.inner > 1:  # the same under `jax.vmap`
         return _per_group if conv.groups <= _MOST_GROUPS else None
-    if conv.inner == 1 and kernel <= _MOST_TERMS and (conv.groups > 1 or not is_gradient):
-        return _per_channel  # groups: 20 to 200 times; one input channel: 1.2 to 35 times
-    if conv.groups == 1 and is_gradient and places <= _MOST_TERMS:
-        is_pointwise, is_transposed = places == 1, max(conv.params["lhs_dilation"]) > 1
-        if is_pointwise or is_transposed or rank > 2:  # 1.6 to 2.7, 4 to 5, 1.9 to 4.4 times
-            return _per_place
-    if conv.groups == 1 and rank > 2:  # 1.8 to 27 times
-        if is_gradient or kernel > _MOST_TERMS:
-            return None
-        return _gathered if conv.channels <= conv.features else _scattered
+    if conv.groups == 1 and rank > 2:  # 1.6 to 58 times
+        return _in_planes if min(conv.kernel[0], conv.places[0]) <= _MOST_TERMS else None
+    is_narrow = conv.features <= _MOST_FEATURES and not is_gradient
+    if conv.inner == 1 and kernel <= _MOST_TERMS and (conv.groups > 1 or is_narrow):
+        return _per_channel  # groups: 20 to 200 times; one input channel: 2 to 35 times
+    is_special = places == 1 or max(conv.params["lhs_dilation"], default=1) > 1
+    if conv.groups == 1 and is_gradient and is_special and places <= _MOST_TERMS:
+        return _per_place  # of 1x1 and of transposed convolutions: 1.6 to 2.7, 4 to 5 times
     return _layout_of(conv)
 
 
@@ -218,9 +259,7 @@ def _layout_of(conv: _Convolution) -> _Form | None:
     """
     rank = len(conv.kernel)
     is_last = (conv.lhs, conv.rhs, conv.out) == _last_of(rank + 1)
-    # With padding of both signs, XLA's kernel reads outside the input (JAX 0.10.2, not 0.12.0.1).
-    is_cut = any(low < 0 or high < 0 for low, high, _ in conv.ends)
-    return None if is_last or is_cut or rank > 2 else _channels_last
+    return None if is_last or rank > 2 else _channels_last
 
 
 def _convolution(eqn: JaxprEqn) -> Rule | None:

@@ -66,7 +66,7 @@ def _scatters(eqn: JaxprEqn) -> Rule | None:
 def _scatter(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     """Adds each value to the first extreme of its window.
 
-    Positions with the same residue modulo the strides are computed together, then interleaved.
+    Positions with the same residue modulo the strides are computed together.
     """
     keeps, identity = _SELECTS[eqn.params["select_prim"].name]
     values, x = arguments
@@ -93,14 +93,14 @@ def _scatter(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
             total = term if total is zeros else total + term
         return total
 
-    parts = jnp.stack([at(residue) for residue in np.ndindex(*strides)])
-    rank = len(strides)
-    parts = lax.reshape(parts, (*strides, *blocks))
-    order = [axis for i in range(rank) for axis in (rank + i, i)]
-    sizes = [b * s for b, s in zip(blocks, strides, strict=True)]
-    whole = lax.reshape(lax.transpose(parts, order), sizes)
-    start = [low for low, _ in padding]
-    return [lax.slice(whole, start, [a + n for a, n in zip(start, x.shape, strict=True)])]
+    total: Any = None
+    for residue in np.ndindex(*strides):
+        lows = [r - low for r, (low, _) in zip(residue, padding, strict=True)]
+        sizes = zip(lows, x.shape, blocks, strides, strict=True)
+        ends = [(low, n - low - s * (b - 1) - 1, s - 1) for low, n, b, s in sizes]
+        part = _padded(at(residue), 0, ends)
+        total = part if total is None else total + part
+    return [total]
 
 
 def _chosen(
