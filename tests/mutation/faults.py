@@ -755,18 +755,18 @@ _OF_RUN = (
     ),
     Fault(
         "donated state that drifts",
-        f"{_RUN}/drift.py",
+        f"{_RUN}/donated_state.py",
         "if not call.donate_argnums or not any(mark.per_replica for mark in marks):",
         "if True:",
-        ("tests/engine/test_drift.py",),
+        ("tests/engine/test_donated_state.py",),
         likely="donated",
     ),
     Fault(
         "gradients beside donated state that count as state",
-        f"{_RUN}/drift.py",
+        f"{_RUN}/donated_state.py",
         "if sum(not pairs for pairs in differing) < len(arguments) and any(differing):",
         "if any(differing):",
-        ("tests/engine/test_drift.py",),
+        ("tests/engine/test_donated_state.py",),
         likely="gradients",
     ),
     Fault(

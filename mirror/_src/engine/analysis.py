@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr
 from mirror._src.base.errors import ReplicaDivergenceError
 from mirror._src.base.types import Array
 from mirror._src.engine.call import Call
-from mirror._src.engine.drift import carried_state, drift_message
+from mirror._src.engine.donated_state import carried_state, drift_message
 from mirror._src.engine.nnx.metrics import Update, merge
 from mirror._src.engine.plan import (
     LeafOutcome,

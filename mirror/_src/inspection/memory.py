@@ -17,7 +17,7 @@ from mirror._src.devices import backend
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.engine.call import Call
-from mirror._src.engine.drift import find_returned
+from mirror._src.engine.donated_state import find_returned
 from mirror._src.engine.examined import ExaminedStep
 from mirror._src.engine.variable import Variable
 from mirror._src.inspection.memory_report import Kind, MemoryGroup, MemoryReport
