@@ -79,9 +79,9 @@ class MirroredStrategy(Strategy):
             with which the first step that changes state fits in 90 % of a device's memory; then as
             many gathered weights are kept as fit. The log and `strategy.inspect` say which, and
             why; the step is compiled up to four times. State that cannot be sharded exactly stays
-            mirrored; `strategy.inspect` gives the reasons. With one device it has no effect. With
-            several replicas per device, with `replicas`, or with collectives that are reduced on
-            one device, it has none except a warning.
+            mirrored; `strategy.inspect` gives the reasons. It has no effect with one device and, as
+            a warning says, with several replicas per device, `replicas`, or other
+            `cross_device_ops` than `AllReduce`.
 
     Raises:
         ValueError: If devices are empty or repeated, if their number, `replicas` or
