@@ -1,7 +1,6 @@
 """`Executor`, `MeshExecutor`, and the programs that they compile."""
 
 import abc
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -46,7 +45,6 @@ from mirror._src.passes.staging.vectorized import CALLED_SEQUENTIALLY, Vectorize
 _WITHOUT_RACES = "xla_gpu_exclude_nondeterministic_ops"
 _SCATTER_BYTES = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 _BUCKET_BYTES = 30 * 2**20  # of gradients, as XLA combines all-reduces
-_NO_DEFERRAL = contextlib.nullcontext()
 
 
 class SignatureChanged(Exception):

@@ -88,12 +88,10 @@ class _Cache:
         self._reads = defaultdict[Atom, list[int]](list)
         for i, gather in enumerate(gathers):
             self._reads[gather.inputs[0]].append(i)
-        self._now = -1
         self._kept: dict[Atom, Value] = {}
 
     def find(self, part: Atom) -> Value | None:
         """Returns the gathered value, if it is kept. To call for each gather in turn."""
-        self._now += 1
         self._reads[part].pop(0)
         found = self._kept.get(part)
         self._drop()

@@ -806,13 +806,6 @@ class Strategy(abc.ABC):
             self._on_one_device = Runner(self, one, self._cross_device_ops)
         return self._on_one_device
 
-    def _require_one_process(self, method: str, fix: str) -> None:
-        if self._replicas.spans_processes:
-            raise NotImplementedError(
-                f"strategy.{method} needs the replicas in one process, but {self} has replicas in "
-                f"several. {fix}"
-            )
-
     def _local_values(self, leaf: Any) -> Sequence[Any]:
         n = self.num_replicas_in_sync
         if is_per_replica(leaf):
