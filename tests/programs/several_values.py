@@ -354,6 +354,25 @@ def trainer():
     assert many.verify(ARRAYS, batch_size=8).largest < 1e-5
 
 
+def prints(model, batch):
+    jax.debug.print("{}", batch["x"].sum())
+    return model(batch["x"])
+
+
+def forward(model, batch):
+    return model(batch["x"])
+
+
+@check
+def exports_that_fail_do_not_let_the_others_wait():
+    trainer = trained(strategy)
+    for path, fn, error in (("model.jax", prints, ValueError), ("/proc/no/m", forward, OSError)):
+        if strategy.is_chief:
+            refused(error, lambda: trainer.export(path, ARRAYS, fn))
+        else:
+            trainer.export(path, ARRAYS, fn)
+
+
 for each in CHECKS:
     if len(sys.argv) > 2 and each.__name__ not in sys.argv[2:]:
         continue

@@ -60,7 +60,7 @@ def test_values_and_refusals(layout):
         "several_values", str(replicas), processes=count, devices=devices, after_failure=15
     )
     for output in processes.outputs_of(ended):
-        assert output.count("passed ") == 16
+        assert output.count("passed ") == 17
 
 
 @pytest.mark.nightly

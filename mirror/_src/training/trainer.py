@@ -603,12 +603,14 @@ class Trainer(Generic[M]):
         fn = require_prediction(fn, example, self._outputs)
         with self._using("export"):
             model, step = self._objects["model"], self._predict_step(fn)
-            if self._local.is_chief:
-                in_onnx = str(path).lower().endswith(".onnx")
-                options = batch_size, platforms
-                write(path, exported(step, fn, model, example, *options, in_onnx=in_onnx))
-            if self._local._spans_processes:
-                barrier("trainer.export")
+            try:
+                if self._local.is_chief:
+                    in_onnx = str(path).lower().endswith(".onnx")
+                    options = batch_size, platforms
+                    write(path, exported(step, fn, model, example, *options, in_onnx=in_onnx))
+            finally:
+                if self._local._spans_processes:
+                    barrier("trainer.export")
 
     @api_boundary
     def summary(self, data: Data) -> Table:
