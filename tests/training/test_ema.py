@@ -119,3 +119,10 @@ def test_other_optimizers_are_an_error():
         trainer = mirror.Trainer(Net(), optax.sgd(0.1), "mse")
     with raises(TypeError, values="Optimizer", fix="ema.optimizer(model, tx)"):
         fit(trainer, 1, callbacks.EMA(decay=DECAY))
+
+
+def test_training_the_averages_is_an_error():
+    ema = callbacks.EMA(decay=DECAY)
+    trainer = trainer_of(cpu_strategy(2), ema)
+    with raises(RuntimeError, names="ema.weights"), ema.weights(trainer):
+        fit(trainer, 1)

@@ -89,6 +89,9 @@ class EMA(Callback):
 
         Args:
             trainer: The trainer, which evaluates, predicts and exports with the averages inside.
+
+        Raises:
+            RuntimeError: At the end, if the trainer has trained inside.
         """
         optimizer = trainer.optimizer
         if not isinstance(optimizer, _AveragingOptimizer):
@@ -96,12 +99,17 @@ class EMA(Callback):
                 f"The optimizer of the trainer is {describe(optimizer)}, which has no averages. "
                 "Create it with the callback: mirror.Trainer(model, ema.optimizer(model, tx), ...)."
             )
-        model = trainer.model
+        model, step = trainer.model, int(optimizer.step[...])
         trainer.model = optimizer.ema.apply_to(model)
         try:
             yield
         finally:
             trainer.model = model
+        if int(optimizer.step[...]) != step:
+            raise RuntimeError(
+                "fit() was called inside ema.weights(trainer) and has trained the averages, which "
+                "are lost. Call it outside: the callback evaluates the averages in each epoch."
+            )
 
     def on_fit_begin(self, fit: FitLoop) -> None:
         """Checks that there are averages."""
