@@ -73,7 +73,7 @@ def test_all_models_and_many_histories():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layouts",
-    [[(2, 1)], pytest.param([(1, 2), (2, 2), (4, 1), (4, 2)], marks=pytest.mark.nightly)],
+    [[(2, 2)], pytest.param([(1, 2), (2, 1), (4, 1), (4, 2)], marks=pytest.mark.nightly)],
     ids=str,
 )
 def test_in_several_processes(layouts):
