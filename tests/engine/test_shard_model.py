@@ -407,6 +407,12 @@ def trainer_of(strategy, **options):
         return mirror.Trainer(model, optax.adam(1e-2), "mse", **options)
 
 
+def test_several_batches_per_launch_warn_that_nothing_is_saved():
+    with pytest.warns(UserWarning, match=r"steps_per_execution=2 .*shard='model' saves no memory"):
+        trainer_of(cpu_strategy(N, shard="model"), steps_per_execution=2)
+    trainer_of(cpu_strategy(N, shard="auto"), steps_per_execution=2)
+
+
 @rows("steps", {"1 batch": 1, "pieces": 2})
 def test_trainer_trains_evaluates_predicts_and_restores_in_slices(steps, tmp_path):
     results = {}

@@ -86,7 +86,7 @@ BUDGETS = {
     "data": Size(1501, 14, 28),
     "keras": Size(511, 7, 7),
     "strategy": Size(996, 8, 8),
-    "training": Size(5514, 37, 67),
+    "training": Size(5520, 37, 67),
     "ps": Size(4004, 20, 81),
     "tools": Size(3171, 41, 33),
 }

@@ -92,7 +92,7 @@ class Runner:
         self.replicas = replicas
         self._ops = ops
         self._executor = choose(replicas, ops)
-        self._chooses = chooses
+        self.chooses = chooses
         self.choice = ""
         self._steps = Steps()
         self._group = group
@@ -452,7 +452,7 @@ class Runner:
 
         choice = fitting(make, self.replicas)
         with self._running:
-            self._chooses = False
+            self.chooses = False
             self.choice = choice.why
             self.replicas.slice_bytes = choice.slice_bytes
             self._executor, program = made[choice.slice_bytes, choice.kept_bytes]
@@ -467,7 +467,7 @@ class Runner:
     def _make(self, call: Call, types: Types) -> StepProgram:
         """Makes a program, and issues its warnings."""
         analysis = self._analyze(call, types)
-        if self._chooses and analysis.has_state:
+        if self.chooses and analysis.has_state:
             program = self._choose(call, types)
         else:
             program = StepProgram(analysis, call, self._executor)

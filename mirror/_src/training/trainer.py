@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
@@ -14,6 +15,7 @@ from mirror._src.base import interrupts
 from mirror._src.base.closing import closing
 from mirror._src.base.errors import counted, describe, expected, require_int, require_secs
 from mirror._src.base.modules import set_module
+from mirror._src.base.naming import depth_of_user
 from mirror._src.base.tables import Table
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.types import PyTree
@@ -238,6 +240,12 @@ class Trainer(Generic[M]):
                 raise ValueError("`micro_batch` chooses accumulate_steps. Pass one of them.")
             self._micro_batch = MicroBatch(micro_batch, memory_limit, local._replicas)
         self.steps_per_execution = int(steps_per_execution)
+        if steps_per_execution > 1 and local.shard == "model" and not local._runner.chooses:
+            warnings.warn(
+                f"A launch of steps_per_execution={steps_per_execution} batches stores the whole "
+                "model on each device, so that shard='model' saves no memory. Omit it.",
+                stacklevel=depth_of_user(),
+            )
         if not isinstance(require_equal, bool):
             fix = "Pass require_equal=True, or omit it."
             raise TypeError(expected("require_equal", require_equal, "a bool", fix))
