@@ -140,7 +140,7 @@ def random_convolution(rng):
     pick = lambda *options: [int(rng.choice(options)) for _ in range(rank)]  # noqa: E731
     kind = rng.choice(["dense", "depthwise", "one channel", "grouped", "pointwise"])
     groups, inputs, outputs = {
-        "depthwise": (int(rng.choice([3, 8, 48])), 1, int(rng.choice([1, 1, 2]))),
+        "depthwise": (int(rng.choice([3, 8, 64])), 1, int(rng.choice([1, 1, 2]))),
         "one channel": (1, 1, int(rng.choice([2, 5]))),
         "grouped": (int(rng.choice([2, 4])), int(rng.choice([2, 3])), int(rng.choice([2, 3]))),
     }.get(kind, (1, int(rng.choice([2, 4])), int(rng.choice([2, 3, 5]))))

@@ -23,7 +23,7 @@ from mirror._src.passes.evaluate import Rule, Rules, bind_with
 _MOST_TERMS = 125  # each is a few operations
 _MOST_GROUPS = 64
 _MOST_FEATURES = 16  # of one input channel: from 32, XLA is as fast, or faster
-_CHANNELS = 16  # of a depthwise convolution, computed together
+_FEWEST_CHANNELS, _MOST_PARTS = 32, 8  # of a wide depthwise convolution; each part is compiled
 _GROUPS = ("feature_group_count", "batch_group_count")
 _PER_DIMENSION = ("window_strides", "padding", "lhs_dilation", "rhs_dilation")
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -119,18 +119,18 @@ def _per_channel(conv: _Convolution, x: Any, w: Any) -> Any:
         kernels = lax.reshape(w, (math.prod(conv.kernel), conv.features))
         return _sum(part * each for part, each in zip(conv.at_kernel(x), kernels, strict=True))
 
-    return conv.result(_once(sums, conv.x(x), conv.w(w)))
+    shape = conv.batch, *conv.places, conv.features
+    return conv.result(_once(sums, shape, conv.x(x), conv.w(w)))
 
 
-def _once(fn: Callable[..., Any], x: Any, w: Any) -> Any:
+def _once(fn: Callable[..., Any], shape: Sequence[int], x: Any, w: Any) -> Any:
     """Calls a function in a branch, so that XLA does not compute it again in each operation after.
 
     XLA:CPU removes barriers before it fuses operations. It does not know that the branch is always
     taken; the kernel `w` is not split over devices when the partitioner splits Keras models.
     """
     bits = lax.bitcast_convert_type(lax.reshape(w, (w.size,))[0], jnp.int32)
-    zeros = lambda *args: jnp.zeros_like(fn(*args))  # noqa: E731
-    return lax.cond((bits | 1) != 0, fn, zeros, x, w)
+    return lax.cond((bits | 1) != 0, fn, lambda x, _: jnp.zeros(shape, x.dtype), x, w)
 
 
 def _per_channel_kernel(conv: _Convolution, x: Any, w: Any) -> Any:
@@ -148,7 +148,8 @@ def _each(conv: _Convolution, changes: Any, pairs: Any, shape: tuple[int, ...]) 
     results = []
     for x, w in pairs:
         one = _Convolution(conv.eqn, params, [x, w, y.update(shape=shape)])
-        results.append((_form_of(one) or _unchanged)(one, x, w))
+        form = None if one.batch_groups > 1 else _form_of(one)
+        results.append((form or _unchanged)(one, x, w))
     return results
 
 
@@ -233,9 +234,9 @@ def _form_of(conv: _Convolution) -> _Form | None:
                 return _per_channel_kernel
             # XLA multiplies all channels with each other. 1.5 to 8 times; sums as in one dimension
             # would double the memory of a MobileNet.
-            count, rest = divmod(conv.features, _CHANNELS)
-            if 2 < count <= _MOST_GROUPS and not rest:
-                return functools.partial(_per_group, size=_CHANNELS)
+            count = min(_MOST_PARTS, conv.features // _FEWEST_CHANNELS)
+            if count > 1 and conv.features % count == 0:
+                return functools.partial(_per_group, size=conv.features // count)
             return _layout_of(conv)
         return _per_group if conv.batch_groups <= _MOST_GROUPS else None
     if conv.groups > 1 and is_gradient and conv.inner > 1:  # the same under `jax.vmap`
