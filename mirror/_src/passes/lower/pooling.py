@@ -3,8 +3,9 @@
 XLA:CPU scatters the gradient of max pooling one element at a time, which takes 2.5 to 45 times as
 long, and does not vectorize the reduction of a window: 1.6 to 4 times (JAX 0.10.2 and 0.12.0.1,
 float32). The results are equal to the last bit, also with ties, NaN, infinities and negative zeros;
-only the sign of a NaN may differ. The derivative in one direction (`jax.jvp`) takes the first
-extreme, as the gradient does; for some shapes, XLA walks windows in another order.
+only the sign of a NaN may differ, and of a zero in a gradient of zeros. The derivative in one
+direction (`jax.jvp`) takes the first extreme, as the gradient does; for some shapes, XLA walks
+windows in another order.
 
 Delete this module when `tests/passes/test_lower_speed.py` says so.
 """
