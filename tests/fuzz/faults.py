@@ -23,16 +23,18 @@ def plant(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     line = text.count("\n", 0, text.index(fault.old)) + 1
     ((path, _),) = [x for x in _functions(text) if x[1].lineno <= line <= (x[1].end_lineno or 0)]
     function = dict(_functions(text.replace(fault.old, fault.new)))[path]
-    found: dict[str, Any] = {}
-    code = compile(ast.Module([function], []), str(file), "exec")
-    exec(code, vars(module), found)
     *owners, name = path
     owner = getattr(module, owners[0]) if owners else module
-    old = getattr(owner, name)
-    monkeypatch.setattr(owner, name, found[name])
+    (make,) = ast.parse(f"def make(__class__): return {name}").body  # for `super()`
+    assert isinstance(make, ast.FunctionDef)
+    make.body.insert(0, function)
+    found: dict[str, Any] = {}
+    exec(compile(ast.Module([make], []), str(file), "exec"), vars(module), found)
+    old, new = getattr(owner, name), found["make"](owner)
+    monkeypatch.setattr(owner, name, new)
     for other in [m for m in sys.modules.values() if m.__name__.startswith("mirror.")]:
         if not owners and vars(other).get(name) is old:
-            monkeypatch.setattr(other, name, found[name])
+            monkeypatch.setattr(other, name, new)
 
 
 def _functions(text: str) -> Iterator[tuple[tuple[str, ...], ast.FunctionDef]]:
