@@ -20,9 +20,9 @@ FIRST = (MIRROR_NNX, MIRROR_PLAIN, SHARD_MAP)
 START_MODELS = ("narrow", "cnn")
 ON_ONE_DEVICE = (1, 2, 4, 8)  # replicas, in the suite `rows`
 SLICED_MODELS = ("mlp", "transformer")
-MIRRORED, SLICED = "mirrored", 'shard="model"'
-SLICED_BY_HAND = ("jit, by hand", "shard_map, by hand")
-STORED = (MIRRORED, 'shard="optimizer"', SLICED, *SLICED_BY_HAND)
+MIRRORED, SLICED_STATE, SLICED = "mirrored", 'shard="optimizer"', 'shard="model"'
+JIT_BY_HAND, SHARD_MAP_BY_HAND = SLICED_BY_HAND = ("jit, by hand", "shard_map, by hand")
+STORED = (MIRRORED, SLICED_STATE, SLICED, *SLICED_BY_HAND)
 
 Kind = Literal[
     "own",

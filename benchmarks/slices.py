@@ -187,10 +187,10 @@ def by_hand(model: Model, num_devices: int, *, gathers: bool) -> Contender:
 
 CONTENDERS: dict[str, Callable[[Model, int], Contender]] = {
     plan.MIRRORED: lambda model, n: through_mirror(model, n, "none"),
-    'shard="optimizer"': lambda model, n: through_mirror(model, n, "optimizer"),
+    plan.SLICED_STATE: lambda model, n: through_mirror(model, n, "optimizer"),
     plan.SLICED: lambda model, n: through_mirror(model, n, "model"),
-    "jit, by hand": lambda model, n: by_hand(model, n, gathers=False),
-    "shard_map, by hand": lambda model, n: by_hand(model, n, gathers=True),
+    plan.JIT_BY_HAND: lambda model, n: by_hand(model, n, gathers=False),
+    plan.SHARD_MAP_BY_HAND: lambda model, n: by_hand(model, n, gathers=True),
 }
 
 

@@ -10,6 +10,7 @@ Delete a form when `tests/passes/test_lower_speed.py` says so.
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -103,13 +104,6 @@ def _part(
     return lax.slice(x, [0, *start, 0], [x.shape[0], *stop, x.shape[-1]], [1, *strides, 1])
 
 
-def _sum(terms: Iterator[Any]) -> Any:
-    total = next(terms)
-    for term in terms:
-        total = total + term
-    return total
-
-
 def _per_channel(conv: _Convolution, x: Any, w: Any) -> Any:
     """Each feature depends on one channel: products and sums, without a contraction."""
     repeats = conv.features // conv.groups if conv.groups > 1 else 1
@@ -117,7 +111,8 @@ def _per_channel(conv: _Convolution, x: Any, w: Any) -> Any:
     def sums(x: Any, w: Any) -> Any:
         x = conv.padded(x if repeats == 1 else jnp.repeat(x, repeats, x.ndim - 1))
         kernels = lax.reshape(w, (math.prod(conv.kernel), conv.features))
-        return _sum(part * each for part, each in zip(conv.at_kernel(x), kernels, strict=True))
+        terms = (part * each for part, each in zip(conv.at_kernel(x), kernels, strict=True))
+        return functools.reduce(operator.add, terms)
 
     shape = conv.batch, *conv.places, conv.features
     return conv.result(_once(sums, shape, conv.x(x), conv.w(w)))
@@ -183,7 +178,7 @@ def _in_planes(conv: _Convolution, x: Any, w: Any) -> Any:
     parts = (planes(i * step, stride, places) for i in range(depth))  # planes as examples
     pairs = ((lax.collapse(part, 0, 2), each) for part, each in zip(parts, w, strict=True))
     shape = conv.batch * places, *rest, conv.features
-    total = _sum(iter(_each(conv, changes, pairs, shape)))
+    total = functools.reduce(operator.add, _each(conv, changes, pairs, shape))
     return conv.result(lax.reshape(total, (conv.batch, *conv.places, conv.features)))
 
 

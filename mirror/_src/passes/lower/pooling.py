@@ -10,8 +10,10 @@ windows in another order.
 Delete this module when `tests/passes/test_lower_speed.py` says so.
 """
 
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -94,14 +96,13 @@ def _scatter(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
             total = term if total is zeros else total + term
         return total
 
-    total: Any = None
-    for residue in np.ndindex(*strides):
+    def placed(residue: tuple[int, ...]) -> Any:
         lows = [r - low for r, (low, _) in zip(residue, padding, strict=True)]
         sizes = zip(lows, x.shape, blocks, strides, strict=True)
         ends = [(low, n - low - s * (b - 1) - 1, s - 1) for low, n, b, s in sizes]
-        part = _padded(at(residue), 0, ends)
-        total = part if total is None else total + part
-    return [total]
+        return _padded(at(residue), 0, ends)
+
+    return [functools.reduce(operator.add, map(placed, np.ndindex(*strides)))]
 
 
 def _chosen(

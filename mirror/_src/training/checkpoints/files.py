@@ -60,7 +60,7 @@ def require_arrays(arrays: Mapping[str, Any]) -> None:
         _check_array(name, value)
 
 
-def copies_of(arrays: Mapping[str, Any]) -> dict[str, Value]:
+def host_copies(arrays: Mapping[str, Any]) -> dict[str, Value]:
     """Copies arrays to the host. The caller may donate the buffers afterwards."""
     items = {name: _impl_and_data(value) for name, value in arrays.items()}
     for _, data in items.values():

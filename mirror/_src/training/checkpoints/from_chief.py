@@ -21,7 +21,6 @@ from mirror._src.cluster.start import agreement_secs
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.checkpoints import files, snapshot
 from mirror._src.training.checkpoints.directory import find_checkpoint
-from mirror._src.training.checkpoints.files import KeyData
 from mirror._src.training.progress import Position
 
 _logger = logging.getLogger("mirror")
@@ -29,7 +28,7 @@ _PIECE = 2**24  # bytes per collective
 _KINDS = (FileNotFoundError, NotADirectoryError, OSError, MemoryError, TypeError, ValueError)
 _numbers = itertools.count()  # every process makes the same calls of `restore`
 
-Arrays = Mapping[str, np.ndarray | KeyData]
+Arrays = Mapping[str, files.Value]
 
 
 class _Fault(NamedTuple):

@@ -112,7 +112,7 @@ class CheckpointStore:
         }
         files.require_arrays(arrays)
         copies = _may_copy(arrays)
-        values = files.copies_of(arrays) if copies else arrays
+        values = files.host_copies(arrays) if copies else arrays
         self._writing = _Write(step, lambda: self._write(step, path, values, metadata))
         self._writing.start()
         if not copies or not self._asynchronous:
