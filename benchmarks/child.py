@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 from benchmarks import plan
 from benchmarks.devices import first_devices, use_default
 from benchmarks.dispatch import dispatch_contenders
@@ -103,6 +105,7 @@ def main(text: str) -> None:
     """Measures the job that the JSON text describes."""
     answers = claim_stdout()
     job = plan.Job.from_dict(json.loads(text))
+    jax.config.update("jax_enable_compilation_cache", False)  # first calls show the compiler
     if not job.on_host:
         use_default()
     for name, part in RUNNERS[job.kind](job):
