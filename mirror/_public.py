@@ -21,6 +21,7 @@ from mirror._src.engine.replica_context import ReplicaContext as ReplicaContext
 from mirror._src.engine.scopes import has_strategy as has_strategy
 from mirror._src.engine.scopes import in_cross_replica_context as in_cross_replica_context
 from mirror._src.engine.variable import Variable as Variable
+from mirror._src.inspection.difference import per_replica_on_purpose as per_replica_on_purpose
 from mirror._src.inspection.equality import EqualityReport as EqualityReport
 from mirror._src.inspection.explanation import Explanation as Explanation
 from mirror._src.inspection.program_report import ProgramReport as ProgramReport

@@ -751,7 +751,8 @@ def test_log_shows_collectives_of_batch_statistics(lines, two):
         norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
     (batch,) = two.distribute_dataset([np.ones((4, 4), np.float32)])
     switch(True)
-    said = lines.of(two.run, lambda norm, x: (norm(x), None)[1], (norm, batch))
+    step = mirror.per_replica_on_purpose(lambda norm, x: (norm(x), None)[1])
+    said = lines.of(two.run, step, (norm, batch))
     assert is_said(said, "all-reduce", PAIR, "2 arrays")
 
 
@@ -764,7 +765,7 @@ def test_log_shows_what_a_sharded_update_sends(lines):
     (batch,) = strategy.distribute_dataset([np.ones((4, 4), np.float32)])
 
     def step(model, optimizer, x):
-        grads = nnx.grad(lambda model: model(x).sum())(model)
+        grads = nnx.grad(lambda model: model(x).mean())(model)
         optimizer.update(model, mirror.all_reduce("mean", grads))
 
     switch(True)

@@ -202,6 +202,7 @@ def _slices_of_small_arrays(monkeypatch):
 
 
 def step_of(loss, tx):
+    @mirror.per_replica_on_purpose  # some losses are variances, of the rows of a replica
     def step(state, batch):
         params, opt_state = state
         value, grads = jax.value_and_grad(loss)(params, batch)

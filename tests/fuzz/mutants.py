@@ -17,6 +17,7 @@ import numpy as np
 
 from mirror._src.base.types import REPLICA_AXIS
 from mirror._src.jaxprs.relate import relate
+from mirror._src.jaxprs.relate_alone import guess
 from mirror._src.jaxprs.relations import SAME, Relation, rows
 from mirror._src.jaxprs.trace import trace
 from tests.fuzz.equality import holds
@@ -562,8 +563,13 @@ def batch(seed: int, size: int) -> Batch:
     return Batch(rng.normal(size=(size, FEATURES)), y, tokens, mask)
 
 
-def related(step: Callable[..., Outputs], n: int, size: int) -> list[Relation]:
-    """Returns what is proved about the outputs of a step on n replicas with `size` rows each."""
+def related(
+    step: Callable[..., Outputs], n: int, size: int, *, alone: bool = False
+) -> list[Relation]:
+    """Returns what is proved about the outputs of a step on n replicas with `size` rows each.
+
+    Or, from the program of a replica `alone`, what is guessed.
+    """
     w = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights(0))
     treedef = jax.tree.structure((w, batch(0, 1)))
 
@@ -576,6 +582,8 @@ def related(step: Callable[..., Outputs], n: int, size: int) -> list[Relation]:
 
     programs = trace(flat, types(size), n), trace(flat, types(n * size), 1)
     inputs = [SAME] * len(w) + [rows(0)] * len(Batch._fields)
+    if alone:
+        return guess(programs[0], inputs, n, {size})
     return relate(*programs, inputs, n)
 
 
@@ -633,6 +641,16 @@ def _verdict(found: Sequence[Relation], *, differs: bool) -> str:
         return "equal"
     verdict = "different" if any(relation.is_different for relation in found) else "unknown"
     return verdict if differs else f"equal in numbers, but {verdict}"
+
+
+def guessed(name: str, place: str, mistake: str) -> tuple[bool, bool]:
+    """Returns whether a step is proved to differ, and whether that is the guess."""
+    n, size = 2, 10  # which no constant of the steps equals
+    step = functools.partial(STEPS[name], Ops(place, mistake))
+    with jax.enable_x64(True):
+        found = [related(step, n, size, alone=alone) for alone in (False, True)]
+    proved, guessed = [any(x.is_different for x in each) for each in found]
+    return proved, guessed
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -1,4 +1,7 @@
-"""`equals_one_device`: its verdicts on steps, of which `verify` says the same in numbers."""
+"""`equals_one_device`: its verdicts, of which `verify` says the same, and the warning."""
+
+import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,8 @@ from flax import nnx
 
 import mirror
 from mirror import testing
-from tests.support.messages import raises
+from tests.support import inside
+from tests.support.messages import assert_message, raises
 from tests.support.strategies import cpu_strategy, each_executor
 from tests.support.tables import rows
 
@@ -322,3 +326,115 @@ def test_assertion_passes_and_fails(two):
         testing.assert_equals_one_device(step, args, two)
     with raises(TypeError, names="strategy"):
         testing.assert_equals_one_device(step, args, "cpu")
+
+
+# The warning at the first run
+
+
+RANDOM = {"dropout", "own keys", "one key"}
+
+
+def said(strategy, step, args):
+    """Returns what two runs of a step warn of, without other kinds of warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            strategy.run(step, args)
+    found = [each for each in caught if "one device" in str(each.message)]
+    assert all(each.filename == __file__ for each in found)
+    return [str(each.message) for each in found]
+
+
+@rows("name", list(STEPS))
+def test_steps_that_differ_are_named_once(name, two):
+    """Not for random numbers: replicas are meant to draw their own."""
+    loss, reduce, kwargs, verdict = STEPS[name]
+    step, args = make(two, loss, reduce, **kwargs)
+    found = said(two, step, args)
+    assert len(found) == (verdict == "different" and name not in RANDOM)
+    for message in found:
+        reason = two.inspect(step, args).equals_one_device.reasons[0]
+        fix = "@mirror.per_replica_on_purpose"
+        assert_message(message, names=["step", "model."], values=reason, fix=fix)
+        assert ("axis_name" in message) == ("norm" in kwargs)
+
+
+@rows("strategy", each_executor)
+def test_every_executor_warns(strategy):
+    assert len(said(strategy, *make(strategy, average, total))) == 1
+    assert not said(strategy, *make(strategy, average, mean))
+
+
+def test_a_step_that_is_right_is_traced_once_and_one_that_differs_twice(two):
+    traced = []
+
+    def loss(model, batch):
+        traced.append(len(batch[0]))
+        return average(model, batch)
+
+    said(two, *make(two, loss, mean))
+    assert traced == [6]
+    said(two, *make(two, loss, total))
+    assert traced == [6, 6, 12]
+
+
+def test_state_of_a_plain_function(two):
+    """A result of the type of a mirrored argument is state, and others are not."""
+
+    def step(w, x):
+        loss, grad = jax.value_and_grad(lambda w: jnp.tanh(x @ w).mean())(w)
+        return w - 0.1 * total(grad), total(loss)
+
+    def metrics(w, x):
+        return total((x @ w).mean()), total(x.mean(0))
+
+    args = np.ones(3, np.float32), mirror.PerReplica([np.ones((5, 3), np.float32)] * 2)
+    (message,) = said(two, step, args)
+    assert_message(message, names="result[0]", fix='mirror.all_reduce("mean", x)')
+    assert not said(two, metrics, args)[1:]
+
+
+def test_a_marked_step_does_not_warn(two):
+    step, args = make(two, average, total)
+    assert mirror.per_replica_on_purpose(step) is step
+    assert not said(two, step, args)
+    assert not said(two, functools.partial(step), args)
+    step, args = make(two, average, total)
+    assert not said(two, mirror.per_replica_on_purpose(functools.partial(step)), args)
+    with raises(TypeError, names="step", values="3", fix="@mirror.per_replica_on_purpose"):
+        mirror.per_replica_on_purpose(3)
+    with raises(TypeError, names="step", fix="@mirror.per_replica_on_purpose"):
+        mirror.per_replica_on_purpose([].append)
+
+
+def test_reports_do_not_warn(two):
+    step, args = make(two, average, total)
+    two.inspect(step, args)
+    with pytest.raises(mirror.VerifyError):
+        two.verify(step, args)
+    assert not said(cpu_strategy(1), *make(cpu_strategy(1), average, total))
+
+
+def test_steps_that_one_device_cannot_trace_run(two):
+    def step(w, x):
+        if len(x) > 5:
+            raise ValueError(len(x))
+        return w - total(jax.grad(lambda w: (x @ w).mean())(w))
+
+    args = np.ones(3, np.float32), mirror.PerReplica([np.ones((5, 3), np.float32)] * 2)
+    assert not said(two, step, args)
+
+
+def test_one_row_per_replica_is_not_guessed(two):
+    """Each axis of one entry could be the axis of the rows."""
+
+    def step(w, x):
+        return w - total(jax.grad(lambda w: (x @ w).mean())(w))
+
+    args = np.ones(3, np.float32), mirror.PerReplica([np.ones((1, 3), np.float32)] * 2)
+    assert not said(two, step, args)
+
+
+def test_a_fault_of_the_guess_does_not_end_the_training(two, monkeypatch):
+    inside.break_guesses(monkeypatch)
+    assert not said(two, *make(two, average, total))

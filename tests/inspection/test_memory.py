@@ -154,6 +154,7 @@ ALL = list(itertools.product(STEPS, ["1", "2", "8", "2-on-2", "3-on-1"]))
 @pytest.mark.parametrize(
     "rows", [SOME, pytest.param(ALL, marks=pytest.mark.nightly)], ids=["some", "all"]
 )
+@pytest.mark.filterwarnings("ignore:nnx_step differs")
 def test_estimate_equals_the_compiled_memory(rows, subtests):
     """The estimate, made without arrays, equals the bytes of a later run on each device."""
     for step, name in rows:

@@ -240,6 +240,7 @@ UNTOUCHED = {
 def test_variables_that_are_only_read_keep_their_arrays(read, two):
     model, _ = create(two)
 
+    @mirror.per_replica_on_purpose  # batch statistics
     def step(model, x):
         return read(model, x)
 

@@ -24,6 +24,7 @@ def in_loop(table, x):
     return jax.lax.fori_loop(0, 3, lambda _, t: t.at[ids(x)].add(1.0), table)
 
 
+@mirror.per_replica_on_purpose
 def own_in_loop(table, x):
     """The carry is mirrored in the first iteration only."""
     body = lambda _, t: t.at[jnp.arange(2) // 2].add(1.0) + x.sum()  # noqa: E731

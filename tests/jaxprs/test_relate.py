@@ -367,3 +367,19 @@ def test_mistakes_of_every_step_are_not_called_equal(name, subtests):
             mutants.check(name, place, mistake, tally)
     assert sum(tally.values()) >= 15
     assert sum(count for verdict, count in tally.items() if "unknown" not in verdict) >= 8
+
+
+def test_right_steps_are_not_traced_again(subtests):
+    """The guess, from the program of a replica alone, is that they equal one device."""
+    for name in list(mutants.STEPS)[::3]:
+        with subtests.test(step=name):
+            assert mutants.guessed(name, "", "") == (False, False)
+
+
+@pytest.mark.slow
+def test_mistakes_are_guessed():
+    tally = Counter()
+    for name in mutants.STEPS:
+        tally.update(mutants.guessed(name, *each) for each in mutants.mistakes(name)[:2])
+    assert tally[True, False] < 0.2 * tally[True, True], tally
+    assert tally[False, True] < 0.1 * sum(tally.values()), tally

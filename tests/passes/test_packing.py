@@ -96,6 +96,7 @@ def custom_vjp(params, x):
     return jax.lax.pmean(grads, AXIS), scale
 
 
+@mirror.per_replica_on_purpose  # a standard deviation of a replica
 def remat(params, x):
     @jax.checkpoint
     def hidden(params, x):
@@ -212,6 +213,7 @@ class Net(nnx.Module):
         return self.second(jax.nn.relu(self.norm(self.first(x))))
 
 
+@mirror.per_replica_on_purpose  # batch statistics
 def nnx_step(model, optimizer, metric, x):
     def loss_fn(model):
         return (model(x) ** 2).mean()

@@ -66,6 +66,7 @@ from mirror._src.engine import (
     scopes,
 )
 from mirror._src.engine.nnx.structure import Structure
+from mirror._src.inspection import difference as inspection_difference
 from mirror._src.inspection import explanation as explain_report
 from mirror._src.inspection import measurement as trial
 from mirror._src.inspection import memory as explain_memory
@@ -795,3 +796,12 @@ def memory_of_step(trainer: mirror.Trainer[Any], data: Any) -> int:
     source = trainer.strategy.distribute_dataset([data], remainder="pad", prefetch=0)
     runner = trainer._runner
     return runner.memory(next(iter(source.padded(multiple=runner.multiple)))).peak_bytes
+
+
+def break_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the guess behind a warning raise: no step is known that does, and each must run."""
+
+    def fail(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(inspection_difference, "guess", fail)

@@ -29,10 +29,12 @@ def rows_of(strategy, batch, **kwargs):
 # Batch normalization
 
 
+@mirror.per_replica_on_purpose
 def normalized(norm, x):
     return norm(x)
 
 
+@mirror.per_replica_on_purpose  # a mean of means over masks
 def masked(norm, x, mask):
     return norm(x, mask=mask[:, None])
 
@@ -88,6 +90,7 @@ def test_linen_batch_normalization_synchronizes(subtests, two):
 def check_linen_batch_normalization_synchronizes(two, axis_name):
     norm = linen.BatchNorm(use_running_average=False, momentum=0.0, axis_name=axis_name)
 
+    @mirror.per_replica_on_purpose
     def step(state, x):
         out, new = norm.apply(state, x, mutable=["batch_stats"])
         new = context().all_reduce("mean", new)

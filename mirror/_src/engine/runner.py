@@ -102,6 +102,7 @@ class Runner:
         if replicas.spans_processes:
             self._host_values = HostValues(self._objects)
         self._running = threading.RLock()
+        self.on_new_step: Callable[[Call, Analysis, set[str]], None] | None = None
 
     def run(
         self,
@@ -416,6 +417,10 @@ class Runner:
 
         return self._with_variables(fn, attempt)
 
+    def warned(self, fn: StepFunction) -> set[str]:
+        """Returns the kinds of the warnings about a step that were issued, or need not be."""
+        return self._steps.of(fn).warned
+
     def _trace(self, call: Call, types: Types) -> TracedStep:
         known = self._steps.of(call.fn).traces
         return trace_step(self._group, self.replicas.axis_name, call, types, known)
@@ -477,6 +482,8 @@ class Runner:
         step_warnings.warn_about_proof(warned, call, notes, analysis.marks, n)
         step_warnings.warn_about_lost_updates(warned, call, notes)
         step_warnings.warn_about_leaks(warned, call.fn)
+        if self.on_new_step is not None:
+            self.on_new_step(call, analysis, warned)
         if lone is not None and lone.count >= step_warnings.MAX_NEW_FUNCTIONS - 1:
             step_warnings.warn_about_recompilation(lone.warned, call.fn)
         self._steps.limit_size()

@@ -20,6 +20,7 @@ from mirror._src.jaxprs.relate import relate
 from mirror._src.jaxprs.relations import SAME, ZERO, Cause, Kind, Relation, Why, other, rows
 
 _UNKNOWN = "unknown"
+DIFFERENT = "different"
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class EqualityReport:
     def verdict(self) -> str:
         """`"equal"`, `"different"` if any value is, or `"unknown"`."""
         found = {row.verdict for row in self.rows}
-        return next((each for each in ("different", _UNKNOWN) if each in found), "equal")
+        return next((each for each in (DIFFERENT, _UNKNOWN) if each in found), "equal")
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -81,7 +82,7 @@ class EqualityReport:
         """Summary in one line."""
         words = {
             "equal": "proved to equal",
-            "different": "differ from",
+            DIFFERENT: "differ from",
             _UNKNOWN: "are not proved to equal",
         }[self.verdict]
         replicas = counted(self.num_replicas, "replica")
@@ -102,7 +103,7 @@ class EqualityReport:
         return f"<b>{self.heading}</b>" + Table(columns, table)._repr_html_()
 
 
-class _Output(NamedTuple):
+class Output(NamedTuple):
     """An output of a step.
 
     Attributes:
@@ -134,18 +135,19 @@ def compare(call: Call, analysis: Analysis, single: Callable[[], Runner]) -> Equ
         why = f"run rejects the step: {analysis.problems[0].splitlines()[0]}"
         return EqualityReport(name, n, (EqualityRow("the step", "", _UNKNOWN, why),))
     try:
-        outputs = _outputs(call, analysis, single(), n)
+        outputs = outputs_of(call, analysis, single(), n)
     except Exception as error:  # of the user's step, for which the whole batch is too long
         why = f"One device cannot run the step with the whole batch: {first_line(error)}"
         return EqualityReport(name, n, (EqualityRow("the step", "", _UNKNOWN, why),))
-    return EqualityReport(name, n, tuple(_row(each, n) for each in outputs))
+    rows, count = [_row(each, n) for each in outputs], len(analysis.plan.changed)
+    return EqualityReport(name, n, (*rows[count:], *rows[:count]))
 
 
-def _outputs(call: Call, analysis: Analysis, single: Runner, n: int) -> list[_Output]:
-    """Returns the results of a step, and the variables that it changes, related to one device."""
+def outputs_of(call: Call, analysis: Analysis, single: Runner, n: int) -> list[Output]:
+    """Returns the variables that a step changes, and its results, related to one device."""
     traced, plan = analysis.traced, analysis.plan
     step = traced.function
-    inputs, types = _inputs(call, step.avals, step.per_replica, n)
+    inputs, types = inputs_of(call, step.avals, step.per_replica, n)
     alone = single.traced_as(call, types, step.group.cross_device_ops)
     finish, finish_alone = analysis.finish, average_and_merge(alone, plan)
     assert finish is not None
@@ -168,8 +170,7 @@ def _outputs(call: Call, analysis: Analysis, single: Runner, n: int) -> list[_Ou
     is_own = [step.per_replica[i] for i in plan.changed] + list(plan.per_replica_results)
     avals = [var.aval for var in finish.jaxpr.outvars]
     whole = [var.aval for var in finish_alone.jaxpr.outvars]
-    outputs = list(map(_Output, names, avals, whole, relations, is_own))
-    return [*outputs[len(plan.changed) :], *outputs[: len(plan.changed)]]
+    return list(map(Output, names, avals, whole, relations, is_own))
 
 
 def _is_sum(metric: Merge) -> bool:
@@ -187,7 +188,7 @@ def _sums(plan: Plan) -> set[int]:
     }
 
 
-def _inputs(
+def inputs_of(
     call: Call, avals: Sequence[Any], per_replica: Sequence[bool], n: int
 ) -> tuple[list[Relation], tuple[jax.ShapeDtypeStruct, ...]]:
     """Returns the relations of the inputs of a step, and their types on one device."""
@@ -209,7 +210,7 @@ def _inputs(
     return relations, tuple(types)
 
 
-def _row(output: _Output, n: int) -> EqualityRow:
+def _row(output: Output, n: int) -> EqualityRow:
     relation, value = output.relation, describe(output.aval)
     is_equal = relation.is_equal
     if output.is_own:
@@ -221,11 +222,11 @@ def _row(output: _Output, n: int) -> EqualityRow:
     if is_equal:
         return EqualityRow(output.name, value, "equal")
     is_scaled = output.is_own and relation.kind is Kind.ROWS  # and all replicas together have it
-    verdict = "different" if relation.is_different or is_scaled else _UNKNOWN
-    return EqualityRow(output.name, value, verdict, _explained(relation, n))
+    verdict = DIFFERENT if relation.is_different or is_scaled else _UNKNOWN
+    return EqualityRow(output.name, value, verdict, explained(relation, n))
 
 
-def _explained(relation: Relation, n: int) -> str:
+def explained(relation: Relation, n: int) -> str:
     """Returns what makes a value different or unknown, and the line that repairs it."""
     cause = relation.cause
     if relation.kind in (Kind.SAME, Kind.ROWS):
@@ -249,7 +250,8 @@ def _explained(relation: Relation, n: int) -> str:
         return (
             "It is not known how the value relates to one device. strategy.verify compares numbers."
         )
-    return _WORDS[cause.why].format(place=_place(cause), n=n)
+    words = _SCALED.get(cause.op) if cause.why is Why.SCALE else None
+    return (words or _WORDS[cause.why]).format(place=_place(cause), n=n)
 
 
 def _place(cause: Cause) -> str:
@@ -261,6 +263,19 @@ _ROWS = (
     "The {place} combines or selects rows of this replica, where one device has all rows. Gather "
     "them first: mirror.all_gather(x)."
 )
+_DIVIDED = (
+    "The {place} multiplies or divides by another number than on one device. Use means and "
+    'mirror.all_reduce("mean", x), or divide a sum by the rows of all replicas: '
+    'mirror.all_reduce("sum", len(x)).'
+)
+_SCALED = {
+    "psum": (
+        "The {place} adds up means over the rows of each replica, or a value that all replicas "
+        'have, so that it is {n} times as large. Use mirror.all_reduce("mean", x).'
+    ),
+    "mul": _DIVIDED,
+    "div": _DIVIDED,
+}
 _WORDS = {
     Why.SAMPLES: (
         "The random numbers of the {place} depend on the number of replicas. Use "

@@ -1,5 +1,6 @@
 """`verify`: compares a step on n replicas with the same step on one device."""
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from mirror._src.engine.on_read import collapse
 from mirror._src.engine.per_replica import is_per_replica
 from mirror._src.engine.runner import Runner
 from mirror._src.engine.variable import Variable
+from mirror._src.inspection.equality import DIFFERENT
 from mirror._src.inspection.trial_objects import (
     copy_of,
     gathered,
@@ -156,6 +158,8 @@ def verify(
     names = object_names(fn, arguments.tree, [*arguments.objects, *captured], captured)
     num_replicas = len(many.replicas)
     saved = copy_of(captured)
+    with contextlib.suppress(TypeError):  # not hashable: rejected below
+        many.warned(fn).add(DIFFERENT)  # the report says it
     try:
         before = variables_of([*objects, *captured], names)
         results = many.run(fn, *with_objects(arguments.tree, objects))

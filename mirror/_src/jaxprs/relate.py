@@ -48,10 +48,10 @@ def relate(
         inputs: The relations of the inputs.
         num_replicas: Number of replicas.
     """
-    return _Pass(whole, num_replicas).call(program, inputs)
+    return Pass(whole, num_replicas).call(program, inputs)
 
 
-class _Pass(Interpreter[Relation]):
+class Pass(Interpreter[Relation]):
     """Data-flow pass over one program, next to the other.
 
     Attributes:
@@ -70,6 +70,10 @@ class _Pass(Interpreter[Relation]):
         self.consts: dict[int, Relation] = {}
         self.depth = 0
         self.loops: list[int] = []
+
+    def twin(self, eqn: JaxprEqn) -> JaxprEqn:
+        """Returns the operation of one device for an operation."""
+        return self.frames[-1][id(eqn)]
 
     def constant(self, value: Any) -> Relation:
         return self.consts.get(id(value), SAME)
@@ -103,7 +107,7 @@ class _Pass(Interpreter[Relation]):
             return self.whole
         eqn = self.within[-1]
         own = inner_programs(eqn.params.values())
-        found = inner_programs(self.frames[-1][id(eqn)].params.values())
+        found = inner_programs(self.twin(eqn).params.values())
         places = [i for i, each in enumerate(own) if each is program]
         if not places or len(own) != len(found):
             return None
@@ -127,7 +131,7 @@ class _Pass(Interpreter[Relation]):
         ]
 
     def equation(self, eqn: JaxprEqn, operands: list[Relation]) -> Sequence[Relation]:
-        whole = self.frames[-1][id(eqn)]
+        whole = self.twin(eqn)
         operands = self.with_literals(eqn.invars, whole.invars, operands)
         operands = [self.located(x, eqn) for x in operands]
         results = super().equation(eqn, operands)
@@ -150,7 +154,7 @@ class _Pass(Interpreter[Relation]):
         return relation._replace(cause=self.pair(eqn, eqn).cause(cause.why))
 
     def leaf(self, eqn: JaxprEqn, operands: list[Relation]) -> Sequence[Relation]:
-        pair = self.pair(eqn, self.frames[-1][id(eqn)])
+        pair = self.pair(eqn, self.twin(eqn))
         is_impure = is_stateful(eqn) or any(map(is_ref, (*eqn.invars, *eqn.outvars)))
         if is_impure or eqn.primitive.name in CALLBACK:
             return [pair.other(Why.UNKNOWN)] * len(eqn.outvars)
@@ -178,13 +182,13 @@ class _Pass(Interpreter[Relation]):
         return worst([predicate, *cases]) or self.unknown(eqn)
 
     def scan(self, eqn: JaxprEqn, operands: list[Relation]) -> list[Relation]:
-        scan, whole = Scan(eqn), Scan(self.frames[-1][id(eqn)])
+        scan, whole = Scan(eqn), Scan(self.twin(eqn))
         shape = scan.num_consts, scan.num_carry, scan.reverse
-        is_over_rows = scan.length != whole.length
-        is_known = not is_over_rows or whole.length == self.num_replicas * scan.length
-        if shape != (whole.num_consts, whole.num_carry, whole.reverse) or not is_known:
-            return [self.unknown(eqn)] * len(eqn.outvars)
         consts, first, scanned = scan.split(operands)
+        is_over_rows = self.is_over_rows(scan, whole, scanned)
+        is_alike = shape == (whole.num_consts, whole.num_carry, whole.reverse)
+        if is_over_rows is None or not is_alike:
+            return [self.unknown(eqn)] * len(eqn.outvars)
         is_over_pieces = any(x.is_in_pieces and x.pieces == 0 for x in scanned)
         is_deeper = is_over_rows or is_over_pieces
         self.depth += is_deeper
@@ -223,8 +227,14 @@ class _Pass(Interpreter[Relation]):
         stacked = [loop.stacked(x) or unknown for x in outputs[scan.num_carry :]]
         return [*map(loop.ended, carry), *stacked]
 
+    def is_over_rows(self, scan: Scan, whole: Scan, _scanned: Sequence[Relation]) -> bool | None:
+        """Whether a loop has a round for each row; `None` if it is not known."""
+        if scan.length == whole.length:
+            return False
+        return True if whole.length == self.num_replicas * scan.length else None
+
     def while_loop(self, eqn: JaxprEqn, operands: list[Relation]) -> list[Relation]:
-        if While(eqn).counts != While(self.frames[-1][id(eqn)]).counts:
+        if While(eqn).counts != While(self.twin(eqn)).counts:
             return [self.unknown(eqn)] * len(eqn.outvars)
         return super().while_loop(eqn, operands)
 

@@ -80,7 +80,8 @@ def _result(pair: Pair, operands: list[Relation]) -> list[Relation]:
         return [ZERO] * count
     if all(x.is_equal for x in operands) and _is_same_operation(pair):
         outputs = zip(pair.eqn.outvars, pair.whole.outvars, strict=True)
-        if all(shape_of(a) == shape_of(b) for a, b in outputs):
+        is_scaled = pair.row_counts is not None and pair.scaled_axes()
+        if not is_scaled and all(shape_of(a) == shape_of(b) for a, b in outputs):
             return [SAME] * count
     return [_found(pair, operands) or _failed(pair, operands)] * count
 

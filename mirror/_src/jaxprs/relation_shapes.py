@@ -1,7 +1,9 @@
 """The rules of shapes and indices: where the rows of an array are after an operation."""
 
+import itertools
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -95,7 +97,7 @@ def _broadcast(pair: Pair, xs: list[Relation]) -> Relation | None:
     if x.kind in (Kind.ROWS, Kind.INDEX):
         axis = x.axis if x.axis < 0 else int(dims[x.axis])
         axes = pair.scaled_axes()
-        if axes != ([axis] if axis >= 0 else []):
+        if pair.row_counts is None and axes != ([axis] if axis >= 0 else []):
             return pair.other(Why.PAIRS) if x.kind is Kind.ROWS else None
         return x._replace(axis=axis) if not x.columns else None
     axes = pair.scaled_axes()
@@ -115,13 +117,25 @@ def _reshape(pair: Pair, xs: list[Relation]) -> Relation | None:
     before = tuple(before[i] for i in order)
 
     def to(axis: int) -> int | None:
-        if len(axes) != 1 or 0 in before:
+        if 0 in before:
+            return None
+        if pair.row_counts is not None:
+            return _kept_axis(before, after, order.index(axis))
+        if len(axes) != 1:
             return None
         # The rows of one replica are as many entries apart as before.
         is_same = math.prod(before[: order.index(axis)]) == math.prod(after[: axes[0]])
         return axes[0] if is_same else None
 
     return moved(x, to) or (_in_pieces(pair, x) if order == sorted(order) else None)
+
+
+def _kept_axis(before: Sequence[int], after: Sequence[int], axis: int) -> int | None:
+    """Returns where a reshape moves the entries of an axis, alone or with axes after it."""
+    products = itertools.accumulate(after, operator.mul, initial=1)
+    starts = [i for i, size in enumerate(products) if size == math.prod(before[:axis])]
+    sizes = [i for i in starts if i < len(after) and after[i] % before[axis] == 0]
+    return next((i for i in sizes if after[i] > 1 or before[axis] == 1), None)
 
 
 def _slice(pair: Pair, xs: list[Relation]) -> Relation | None:
@@ -146,6 +160,9 @@ def _in_pieces(pair: Pair, x: Relation) -> Relation | None:
     """Returns the relation of rows that are reshaped to pieces of the batch."""
     before, after = shape_of(pair.eqn.invars[0]), shape_of(pair.eqn.outvars[0])
     axes = pair.scaled_axes()
+    if pair.row_counts is not None:  # assumes that the pieces come first
+        start = math.prod(before[: max(x.axis, 0)])
+        axes = [i for i in range(1, len(after)) if math.prod(after[: i - 1]) == start][:1]
     if x.kind is not Kind.ROWS or x.axis < 0 or len(axes) != 1 or not axes[0] or 0 in before:
         return None
     axis = axes[0]
@@ -227,6 +244,8 @@ def _iota(pair: Pair, _: list[Relation]) -> Relation | None:
 
 def _some_rows(pair: Pair, sizes: str, axis: int) -> Relation | None:
     """Returns the relation of selected rows; a share of the rows may be one of several shares."""
+    if pair.row_counts is not None:
+        return None
     is_share = pair.eqn.params[sizes][axis] != pair.whole.params[sizes][axis]
     return None if is_share else pair.other(Why.ROWS)
 

@@ -1,7 +1,7 @@
 """`Relation`: how the values of the replicas relate to the value of one device."""
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from jax.extend.core import JaxprEqn
 from mirror._src.jaxprs.user_lines import line_within
 
 UNIFORM = -1_000_000
+_CREATING = frozenset({"broadcast_in_dim", "iota", "random_bits", "random_split"})
 _LARGEST_DENOMINATOR = 10_000
 
 
@@ -210,6 +211,8 @@ class Pair(NamedTuple):
         num_replicas: Number of replicas.
         within: The operations around `eqn`.
         rounds: The outermost loop over pieces around `eqn`, as a negative axis; 0 without one.
+        row_counts: Sizes of axes that are assumed to be of rows. Then there is no program of one
+            device, and `whole` is `eqn`. `None` if there is one.
     """
 
     eqn: JaxprEqn
@@ -217,6 +220,7 @@ class Pair(NamedTuple):
     num_replicas: int
     within: Sequence[JaxprEqn]
     rounds: int = 0
+    row_counts: Collection[int] | None = None
 
     @property
     def name(self) -> str:
@@ -224,7 +228,9 @@ class Pair(NamedTuple):
         return self.eqn.primitive.name
 
     def cause(self, why: Why) -> Cause:
-        """Returns the operation as a cause."""
+        """Returns the operation as a cause, without its line if its relation is assumed."""
+        if self.row_counts is not None:
+            return Cause(why, self.name, "")
         return Cause(why, self.name, line_within(self.eqn, self.within))
 
     def other(self, why: Why) -> Relation:
@@ -233,6 +239,8 @@ class Pair(NamedTuple):
 
     def has_equal_params(self, *but: str) -> bool:
         """Whether all parameters but these are equal."""
+        if self.whole is self.eqn:
+            return True
         a, b = self.eqn.params, self.whole.params
         return a.keys() == b.keys() and all(k in but or _are_equal(a[k], b[k]) for k in a)
 
@@ -245,8 +253,18 @@ class Pair(NamedTuple):
 
     def scaled_axes(self) -> list[int]:
         """Returns the axes along which the result of one device is longer."""
+        if self.row_counts is not None:
+            return self._assumed_axes(self.row_counts)
         small, large = shape_of(self.eqn.outvars[0]), shape_of(self.whole.outvars[0])
         return [i for i, (a, b) in enumerate(zip(small, large, strict=True)) if a != b]
+
+    def _assumed_axes(self, row_counts: Collection[int]) -> list[int]:
+        """Returns the first new axis that has as many entries as there are rows, if any."""
+        if self.name not in _CREATING:
+            return []
+        old = self.eqn.params.get("broadcast_dimensions", ())
+        shape = shape_of(self.eqn.outvars[0])
+        return [i for i, size in enumerate(shape) if i not in old and size in row_counts][:1]
 
 
 Rule = Callable[[Pair, list[Relation]], Relation | None]

@@ -2,6 +2,7 @@
 
 import abc
 import copy
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -53,6 +54,7 @@ from mirror._src.engine.stack import stack
 from mirror._src.inspection import verify as checks
 from mirror._src.inspection.baselines import Runners
 from mirror._src.inspection.copies import check_mirrored
+from mirror._src.inspection.difference import warn_if_different
 from mirror._src.inspection.explanation import Explanation
 from mirror._src.inspection.placement_table import device_table
 from mirror._src.inspection.program_report import ProgramReport, describe_program
@@ -129,6 +131,7 @@ class Strategy(abc.ABC):
         self._single_replica: Strategy | None = None
         self._on_one_device: Runner | None = None
         self._one_per_device: Strategy | None = None
+        self._runner.on_new_step = functools.partial(warn_if_different, self._single_runner)
 
     @property
     @final
