@@ -94,6 +94,26 @@ def test_state_is_never_stored_twice(eight):
         assert len(held) == 1
 
 
+def test_an_optimizer_whose_state_is_a_list_trains_as_one_device(eight):
+    """`nnx.Optimizer.update` makes an `nnx.State` of it, which has the same leaves."""
+    kernels = []
+    for strategy in (cpu_strategy(1), eight):
+        with strategy.scope():
+            model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+            optimizer = nnx.Optimizer(model, optax.sm3(0.1), wrt=nnx.Param)
+
+        def step(model, optimizer, x):
+            grads = nnx.grad(lambda m: (m(x) ** 2).mean())(model)
+            optimizer.update(model, mirror.all_reduce("mean", grads))
+
+        (batch,) = strategy.distribute_dataset([np.arange(48, dtype=np.float32).reshape(16, 3)])
+        for _ in range(3):
+            strategy.run(step, (model, optimizer, batch))
+        assert isinstance(optimizer.opt_state[0].mu["kernel"].get_raw_value(), list)
+        kernels.append(model.kernel[...])
+    np.testing.assert_allclose(*kernels, rtol=1e-5)
+
+
 def test_step_needs_only_memory_for_state_and_activations(eight):
     """The output of every changed variable reuses the buffer of its input."""
     with eight.scope():

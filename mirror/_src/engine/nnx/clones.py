@@ -1,6 +1,6 @@
 """`ReplicaCopies`: one replica's copies of the nnx objects while a step is traced."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -139,5 +139,22 @@ def _changes(before: Structure, after: Structure) -> Iterator[tuple[VariableSlot
             yield slot, "(added)"
         elif slot not in new:
             yield slot, "(removed)"
-        elif old[slot] != new[slot]:
+        elif old[slot] != new[slot] and _numbered(old[slot]) != _numbered(new[slot]):
             yield slot, f"(changed from {old[slot]} to {new[slot]})"
+
+
+def _numbered(treedef: Any) -> Any:
+    """Returns the positions of the leaves in containers that all are dictionaries.
+
+    `nnx.Optimizer.update` makes an `nnx.State` of a list, such as the moments of `optax.sm3` (Flax
+    0.12). The list is kept, since its leaves are the same.
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            value = dict(enumerate(value))
+        if isinstance(value, Mapping):
+            return {key: plain(each) for key, each in value.items()}
+        return value
+
+    return plain(jax.tree.unflatten(treedef, range(treedef.num_leaves)))
