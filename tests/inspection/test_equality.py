@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -332,6 +333,7 @@ def test_assertion_passes_and_fails(two):
 
 
 RANDOM = {"dropout", "own keys", "one key"}
+NOISY = {"rate": 0.5}
 
 
 def said(strategy, step, args):
@@ -359,6 +361,19 @@ def test_steps_that_differ_are_named_once(name, two):
         assert ("axis_name" in message) == ("norm" in kwargs)
 
 
+def test_steps_with_random_numbers_that_differ_otherwise(two):
+    for loss, reduce, kwargs, count in [
+        (average, lambda g: mean(clipped(g)), NOISY, 1),
+        (average, total, NOISY, 1),
+        (average, mean, {**NOISY, "norm": {}}, 1),
+        (average, mean, {**NOISY, "norm": SYNCED}, 0),
+        (summed, total, NOISY, 0),
+        (noisy_examples, total, {}, 1),
+        (noisy(lambda key: mirror.get_replica_context().fold_in(key)), total, {}, 1),
+    ]:
+        assert len(said(two, *make(two, loss, reduce, **kwargs))) == count
+
+
 @rows("strategy", each_executor)
 def test_every_executor_warns(strategy):
     assert len(said(strategy, *make(strategy, average, total))) == 1
@@ -379,19 +394,26 @@ def test_a_step_that_is_right_is_traced_once_and_one_that_differs_twice(two):
 
 
 def test_state_of_a_plain_function(two):
-    """A result of the type of a mirrored argument is state, and others are not."""
+    """A result with the place and type of a mirrored argument is state, and others are not."""
 
     def step(w, x):
         loss, grad = jax.value_and_grad(lambda w: jnp.tanh(x @ w).mean())(w)
         return w - 0.1 * total(grad), total(loss)
 
     def metrics(w, x):
-        return total((x @ w).mean()), total(x.mean(0))
+        return total((x @ w).mean()), {"total": total(x.mean(0))}
 
     args = np.ones(3, np.float32), mirror.PerReplica([np.ones((5, 3), np.float32)] * 2)
     (message,) = said(two, step, args)
     assert_message(message, names="result[0]", fix='mirror.all_reduce("mean", x)')
-    assert not said(two, metrics, args)[1:]
+    assert not said(two, metrics, args)
+
+    def nested(x, params):
+        grads = jax.grad(lambda p: jnp.tanh(x @ p["w"]).mean())(params)
+        return total(x.mean(0)), {"w": params["w"] - total(grads["w"])}
+
+    (message,) = said(two, nested, (args[1], {"w": args[0]}))
+    assert_message(message, names="in result[1]['w'].")
 
 
 def test_a_marked_step_does_not_warn(two):
@@ -401,10 +423,10 @@ def test_a_marked_step_does_not_warn(two):
     assert not said(two, functools.partial(step), args)
     step, args = make(two, average, total)
     assert not said(two, mirror.per_replica_on_purpose(functools.partial(step)), args)
-    with raises(TypeError, names="step", values="3", fix="@mirror.per_replica_on_purpose"):
-        mirror.per_replica_on_purpose(3)
-    with raises(TypeError, names="step", fix="@mirror.per_replica_on_purpose"):
-        mirror.per_replica_on_purpose([].append)
+    wrong: list[Any] = [3, [].append]
+    for value in wrong:
+        with raises(TypeError, names="step", fix="@mirror.per_replica_on_purpose"):
+            mirror.per_replica_on_purpose(value)
 
 
 def test_reports_do_not_warn(two):

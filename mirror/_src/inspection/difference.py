@@ -1,6 +1,7 @@
 """The warning at the first run of a step whose new state differs from one device's."""
 
 import functools
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -14,9 +15,10 @@ from mirror._src.engine.call import Call
 from mirror._src.engine.runner import Runner
 from mirror._src.inspection.equality import DIFFERENT, explained, inputs_of, outputs_of
 from mirror._src.jaxprs.relate_alone import guess
-from mirror._src.jaxprs.relations import SAME, Relation, Why
+from mirror._src.jaxprs.relations import SAME, Relation
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_ROOT = re.compile(r"^[^.\[]*(\[\d+\])*")  # of a name such as `result[0]['w']`
 _MARK = "_mirror_per_replica_on_purpose"
 
 
@@ -53,8 +55,8 @@ def warn_if_different(
 ) -> None:
     """Warns if one device with the whole batch would compute another new state.
 
-    Random numbers are left out: replicas are meant to draw their own. A step that seems to differ
-    is traced again, with the whole batch, so that each warning is proved.
+    Random numbers count as equal, since replicas are meant to draw their own. A step that seems
+    to differ is traced again, with the whole batch, so that each warning is proved.
 
     Args:
         single: Returns a runner of one device.
@@ -66,15 +68,15 @@ def warn_if_different(
     n = step.group.num_replicas_in_sync
     if n == 1 or analysis.finish is None or DIFFERENT in warned or _is_meant(call.fn):
         return
-    state = _state(analysis)
+    state = _state(call, analysis)
     try:
         guessed = _guessed(call, analysis, n) if state else []
-        if not any(_is_wrong(guessed[k]) for k in state):
+        if not any(guessed[k].is_different for k in state):
             return
-        outputs = outputs_of(call, analysis, single(), n)
+        outputs = outputs_of(call, analysis, single(), n, has_own_samples=True)
     except Exception:  # a step that one device cannot trace, and any other, runs
         return
-    wrong = [k for k in state if _is_wrong(outputs[k].relation)]
+    wrong = [k for k in state if outputs[k].relation.is_different]
     if not wrong:
         return
     warned.add(DIFFERENT)
@@ -93,11 +95,6 @@ def _is_meant(fn: Any) -> bool:
     return is_our_module(getattr(fn, "__module__", None)) or getattr(fn, _MARK, False)
 
 
-def _is_wrong(relation: Relation) -> bool:
-    is_random = relation.cause is not None and relation.cause.why is Why.SAMPLES
-    return relation.is_different and not is_random
-
-
 def _hint(call: Call, analysis: Analysis, outputs: Sequence[int]) -> str:
     changed, slots = analysis.plan.changed, call.slots
     inputs = [changed[k] for k in outputs if k < len(changed)]
@@ -106,22 +103,24 @@ def _hint(call: Call, analysis: Analysis, outputs: Sequence[int]) -> str:
     return ""
 
 
-def _state(analysis: Analysis) -> list[int]:
+def _state(call: Call, analysis: Analysis) -> list[int]:
     """Returns the positions of new state among the outputs of `Analysis.finish`.
 
-    They are variables, and results of the type of a mirrored argument.
+    They are variables, and results that have the type of a mirrored argument and its place: in
+    `result[0]['w']` and `params['w']`, or in `result` and `w`.
     """
-    step, plan, finish = analysis.traced.function, analysis.plan, analysis.finish
-    assert finish is not None
-    types = zip(step.avals, step.per_replica, strict=True)
-    mirrored = {(aval.shape, aval.dtype) for aval, differs in types if aval.shape and not differs}
+    step, plan = analysis.traced.function, analysis.plan
     metrics = {i for metric in plan.merged for i in metric.positions.values()}
     is_state = [i not in metrics and not step.per_replica[i] for i in plan.changed]
-    results = finish.jaxpr.outvars[len(is_state) :]
-    is_state += [
-        not differs and (var.aval.shape, var.aval.dtype) in mirrored
-        for var, differs in zip(results, plan.per_replica_results, strict=True)
-    ]
+    arguments = {
+        (_ROOT.sub("", name), aval.shape, aval.dtype)
+        for name, aval, differs in zip(call.input_names, step.avals, step.per_replica, strict=True)
+        if aval.shape and not differs
+    }
+    avals = analysis.traced.avals
+    for name, aval, differs in zip(step.out_names, avals, plan.per_replica_results, strict=False):
+        place = _ROOT.sub("", name), aval.shape, aval.dtype
+        is_state.append(not differs and place in arguments)
     return [k for k, each in enumerate(is_state) if each]
 
 
@@ -129,7 +128,7 @@ def _guessed(call: Call, analysis: Analysis, n: int) -> Sequence[Relation]:
     """Returns the likely relations of the outputs of `Analysis.finish` to one device's."""
     step, finish = analysis.traced.function, analysis.finish
     assert finish is not None
-    inputs, types = inputs_of(call, step.avals, step.per_replica, n)
+    inputs, types = inputs_of(call, step, n, has_own_samples=True)
     pairs = zip(types, step.avals, strict=True)
     counts = {aval.shape[0] for whole, aval in pairs if whole.shape != aval.shape}
     if not counts or min(counts) <= 1:  # any axis of one entry could be the axis of the rows

@@ -1,5 +1,6 @@
 """`equals_one_device`: proves that a step computes what one device computes on the whole batch."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from mirror._src.base.terminal import wrap
 from mirror._src.engine.analysis import Analysis, average_and_merge
 from mirror._src.engine.call import Call
 from mirror._src.engine.plan import Merge, Plan
+from mirror._src.engine.replica_function import ReplicaFunction
 from mirror._src.engine.runner import Runner
 from mirror._src.jaxprs.additive import Dependence
 from mirror._src.jaxprs.relate import relate
@@ -143,18 +145,29 @@ def compare(call: Call, analysis: Analysis, single: Callable[[], Runner]) -> Equ
     return EqualityReport(name, n, (*rows[count:], *rows[:count]))
 
 
-def outputs_of(call: Call, analysis: Analysis, single: Runner, n: int) -> list[Output]:
-    """Returns the variables that a step changes, and its results, related to one device."""
+def outputs_of(
+    call: Call, analysis: Analysis, single: Runner, n: int, *, has_own_samples: bool = False
+) -> list[Output]:
+    """Returns the variables that a step changes, and its results, related to one device.
+
+    Args:
+        call: A call of the step.
+        analysis: Its analysis.
+        single: A runner of one device.
+        n: Number of replicas.
+        has_own_samples: As for `relate`.
+    """
     traced, plan = analysis.traced, analysis.plan
     step = traced.function
-    inputs, types = inputs_of(call, step.avals, step.per_replica, n)
+    inputs, types = inputs_of(call, step, n, has_own_samples=has_own_samples)
     alone = single.traced_as(call, types, step.group.cross_device_ops)
     finish, finish_alone = analysis.finish, average_and_merge(alone, plan)
     assert finish is not None
 
     def related(inputs: Sequence[Relation]) -> list[Relation]:
-        found = relate(traced.jaxpr, alone.jaxpr, inputs, n)
-        return relate(finish, finish_alone, [*inputs, *found], n)
+        to_one = functools.partial(relate, num_replicas=n, has_own_samples=has_own_samples)
+        found = to_one(traced.jaxpr, alone.jaxpr, inputs)
+        return to_one(finish, finish_alone, [*inputs, *found])
 
     relations = related(inputs) if n > 1 else [SAME] * len(finish.jaxpr.outvars)
     sums = _sums(plan)
@@ -189,16 +202,16 @@ def _sums(plan: Plan) -> set[int]:
 
 
 def inputs_of(
-    call: Call, avals: Sequence[Any], per_replica: Sequence[bool], n: int
+    call: Call, step: ReplicaFunction, n: int, *, has_own_samples: bool = False
 ) -> tuple[list[Relation], tuple[jax.ShapeDtypeStruct, ...]]:
     """Returns the relations of the inputs of a step, and their types on one device."""
     relations, types = list[Relation](), list[jax.ShapeDtypeStruct]()
     num_state = len(call.state)
     for i, (aval, differs, name) in enumerate(
-        zip(avals, per_replica, call.input_names, strict=True)
+        zip(step.avals, step.per_replica, call.input_names, strict=True)
     ):
         is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
-        if not differs:
+        if not differs or (is_key and has_own_samples and (i < num_state or not aval.shape)):
             relations.append(SAME)
         elif i < num_state or not aval.shape:
             relations.append(other(Why.SAMPLES if is_key else Why.UNKNOWN, "input", name))

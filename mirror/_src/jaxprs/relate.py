@@ -38,7 +38,12 @@ _NO_LINE = "an unknown line"
 
 
 def relate(
-    program: _Program, whole: _Program, inputs: Sequence[Relation], num_replicas: int
+    program: _Program,
+    whole: _Program,
+    inputs: Sequence[Relation],
+    num_replicas: int,
+    *,
+    has_own_samples: bool = False,
 ) -> list[Relation]:
     """Returns the relations of the outputs of two traces of a step.
 
@@ -47,8 +52,9 @@ def relate(
         whole: The program of one device, with the whole batch.
         inputs: The relations of the inputs.
         num_replicas: Number of replicas.
+        has_own_samples: As for `Pair`.
     """
-    return Pass(whole, num_replicas).call(program, inputs)
+    return Pass(whole, num_replicas, has_own_samples=has_own_samples).call(program, inputs)
 
 
 class Pass(Interpreter[Relation]):
@@ -56,15 +62,19 @@ class Pass(Interpreter[Relation]):
 
     Attributes:
         whole: The program of one device.
+        has_own_samples: As for `Pair`.
         frames: For each program that is evaluated, the operation of one device for each operation.
         consts: The relations of constants, by their `id`.
         depth: Number of the loops over rows or pieces around the current operation.
         loops: The loops over pieces among them, as negative axes.
     """
 
-    def __init__(self, whole: _Program, num_replicas: int) -> None:
+    def __init__(
+        self, whole: _Program, num_replicas: int, *, has_own_samples: bool = False
+    ) -> None:
         super().__init__()
         self.whole = whole
+        self.has_own_samples = has_own_samples
         self.num_replicas = num_replicas
         self.frames: list[dict[int, JaxprEqn]] = []
         self.consts: dict[int, Relation] = {}
@@ -119,7 +129,9 @@ class Pass(Interpreter[Relation]):
         return self.pair(eqn, eqn).other(Why.UNKNOWN)
 
     def pair(self, eqn: JaxprEqn, whole: JaxprEqn) -> Pair:
-        return Pair(eqn, whole, self.num_replicas, self.within, self.loops[0] if self.loops else 0)
+        rounds = self.loops[0] if self.loops else 0
+        samples = self.has_own_samples
+        return Pair(eqn, whole, self.num_replicas, self.within, rounds, has_own_samples=samples)
 
     def with_literals(
         self, atoms: Sequence[Any], whole: Sequence[Any], relations: Sequence[Relation]

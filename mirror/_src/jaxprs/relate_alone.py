@@ -3,7 +3,7 @@
 `relate` compares two programs, so the step has to be traced again, with the whole batch. This pass
 reads the program that the proof reads, and guesses what depends on the number of rows: a new axis
 with as many entries as there are rows, and a divisor that is the number of entries of a sum over
-rows. `relate` decides where it finds a difference.
+rows. `relate` decides where it finds a difference. Random numbers are left out.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,8 @@ class _Alone(Pass):
         return Interpreter.call(self, program, inputs)
 
     def pair(self, eqn: JaxprEqn, whole: JaxprEqn) -> Pair:
-        return super().pair(eqn, whole)._replace(row_counts=self.row_counts)
+        rounds = self.loops[0] if self.loops else 0
+        return Pair(eqn, whole, self.num_replicas, self.within, rounds, self.row_counts, True)
 
     def constant(self, value: Any) -> Relation:
         return ZERO if not np.shape(value) and not value else SAME

@@ -57,6 +57,8 @@ def result(pair: Pair, operands: list[Relation]) -> list[Relation]:
 def _result(pair: Pair, operands: list[Relation]) -> list[Relation]:
     """Returns the relations of the results, of operands that relate in each round of a loop."""
     name, count = pair.name, len(pair.eqn.outvars)
+    if pair.has_own_samples and (name in SAMPLER or name in KEY):
+        return _own_samples(pair, operands)
     if is_collective(pair.eqn):
         return [_collective(pair, x) or pair.other(Why.UNKNOWN) for x in operands]
     if name == "axis_index":
@@ -171,6 +173,15 @@ def _collective(pair: Pair, x: Relation) -> Relation | None:
         case _:
             return None
     return pair.other(Why.EXTREME) if is_extreme else None
+
+
+def _own_samples(pair: Pair, operands: list[Relation]) -> list[Relation]:
+    """Returns the relations of keys and random numbers that count as the ones of one device."""
+    found = worst(x for x in operands if x.cause is None or x.cause.why is not Why.SAMPLES)
+    axes = pair.scaled_axes() or [x.axis for x in operands if x.kind is Kind.ROWS][:1]
+    if found is None and len(axes) > 1:
+        found = pair.other(Why.UNKNOWN)
+    return [found or (rows(axes[0]) if axes else SAME)] * len(pair.eqn.outvars)
 
 
 def _keys(pair: Pair, xs: list[Relation]) -> Relation | None:

@@ -213,6 +213,7 @@ class Pair(NamedTuple):
         rounds: The outermost loop over pieces around `eqn`, as a negative axis; 0 without one.
         row_counts: Sizes of axes that are assumed to be of rows. Then there is no program of one
             device, and `whole` is `eqn`. `None` if there is one.
+        has_own_samples: Whether random numbers of replicas count as the ones of one device.
     """
 
     eqn: JaxprEqn
@@ -221,6 +222,7 @@ class Pair(NamedTuple):
     within: Sequence[JaxprEqn]
     rounds: int = 0
     row_counts: Collection[int] | None = None
+    has_own_samples: bool = False
 
     @property
     def name(self) -> str:
