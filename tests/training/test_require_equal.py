@@ -1,5 +1,7 @@
 """`Trainer(require_equal=True)`: trains only if every step is proved to equal one device."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,20 +10,19 @@ import pytest
 from flax import nnx
 
 import mirror
-from tests.support.messages import raises
+from tests.support.messages import assert_message, raises
 from tests.support.strategies import cpu_strategy, each_executor
 from tests.support.tables import rows
 
-SIZE, NUM_CLASSES = 21, 4
+SIZE, NUM_CLASSES, AXIS = 21, 4, mirror.REPLICA_AXIS
 RNG = np.random.RandomState(0)
 X = RNG.randn(SIZE, 6).astype(np.float32)
 Y = RNG.randint(0, NUM_CLASSES, SIZE)
 
 
 class Net(nnx.Module):
-    def __init__(self, rngs, rate=0.0, norm=False):
+    def __init__(self, rngs, rate=0.0, norm=False, axis_name=AXIS):
         self.first = nnx.Linear(6, 8, rngs=rngs)
-        axis_name = mirror.REPLICA_AXIS
         self.norm = nnx.BatchNorm(8, axis_name=axis_name, rngs=rngs) if norm else lambda h: h
         self.dropout = nnx.Dropout(rate, rngs=rngs)
         self.last = nnx.Linear(8, NUM_CLASSES, rngs=rngs)
@@ -87,11 +88,13 @@ EQUAL = {
 }
 
 
-def trained(strategy, loss_fn, *, rate=0.0, norm=False, tx=None, **options):
+def trained(
+    strategy, loss_fn, *, rate=0.0, norm=False, tx=None, axis_name=AXIS, equal=True, **options
+):
     with strategy.scope():
-        model = Net(nnx.Rngs(0), rate, norm)
+        model = Net(nnx.Rngs(0), rate, norm, axis_name)
         tx = optax.adam(1e-3) if tx is None else tx
-        trainer = mirror.Trainer(model, tx, loss_fn, require_equal=True, **options)
+        trainer = mirror.Trainer(model, tx, loss_fn, require_equal=equal, **options)
     data = mirror.data.from_arrays((X, Y), batch_size=8, drop_remainder=norm)
     return trainer.fit(data, epochs=1, progress=False)
 
@@ -117,6 +120,27 @@ def test_steps_that_differ_do_not_run(two):
         trained(two, losses, rate=0.5)
     with raises(ValueError, names="psum", values="test_require_equal.py"):
         trained(two, losses, norm=True, accumulate_steps=2)  # statistics of a piece
+
+
+@rows("name", list(EQUAL))
+def test_trainers_do_not_warn_of_equal_steps(name, two):
+    loss_fn, options = EQUAL[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained(two, loss_fn, equal=None, rate=0.5 * (loss_fn is losses), **options)
+    assert not [each for each in caught if "one device" in str(each.message)]
+
+
+def test_trainers_warn_once_of_steps_that_differ(two):
+    for loss_fn, options, fixes in (
+        (by_its_own_sum, {}, "require_equal=False"),
+        (losses, {"norm": True, "axis_name": None}, ["axis_name=", "require_equal=False"]),
+    ):
+        with pytest.warns(UserWarning, match="one device") as caught:
+            trained(two, loss_fn, equal=None, **options)
+        (message,) = [str(each.message) for each in caught]
+        assert_message(message, names=["train_step", "model.", "test_require_equal.py"], fix=fixes)
+        assert trained(two, loss_fn, equal=False, **options)["loss"]
 
 
 def test_one_replica_always_trains():

@@ -19,7 +19,13 @@ from mirror._src.jaxprs.relations import SAME, Relation
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _ROOT = re.compile(r"^[^.\[]*(\[\d+\])*")  # of a name such as `result[0]['w']`
+_DECORATE = "decorate it: @mirror.per_replica_on_purpose"
 _MARK = "_mirror_per_replica_on_purpose"
+
+
+def warn_of(step: Callable[..., Any], *, is_on_purpose: bool) -> None:
+    """Sets whether a step of mirror, such as a trainer's, is meant to differ."""
+    setattr(step, _MARK, is_on_purpose)
 
 
 def per_replica_on_purpose(step: _F) -> _F:
@@ -80,11 +86,13 @@ def warn_if_different(
     if not wrong:
         return
     warned.add(DIFFERENT)
+    is_ours = is_our_module(getattr(call.fn, "__module__", None))
+    fix = "pass mirror.Trainer(..., require_equal=False)" if is_ours else _DECORATE
     first, more = outputs[wrong[0]], f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     warnings.warn(
         f"{step.name} differs from one device with the whole batch, in {first.name}{more}. "
         f"{explained(first.relation, n)}{_hint(call, analysis, wrong)} If it is meant to differ, "
-        "decorate it: @mirror.per_replica_on_purpose.",
+        f"{fix}.",
         stacklevel=depth_of_user(),
     )
 
@@ -92,7 +100,8 @@ def warn_if_different(
 def _is_meant(fn: Any) -> bool:
     while isinstance(fn, functools.partial) and not hasattr(fn, _MARK):
         fn = fn.func
-    return is_our_module(getattr(fn, "__module__", None)) or getattr(fn, _MARK, False)
+    is_ours = is_our_module(getattr(fn, "__module__", None))
+    return bool(getattr(fn, _MARK, is_ours))
 
 
 def _hint(call: Call, analysis: Analysis, outputs: Sequence[int]) -> str:

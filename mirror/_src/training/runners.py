@@ -12,6 +12,7 @@ from mirror._src.base.types import PyTree
 from mirror._src.data.padded import PaddedBatch
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 from mirror._src.engine.scopes import require_cross_replica
+from mirror._src.inspection.difference import warn_of
 from mirror._src.inspection.memory import memory_report
 from mirror._src.inspection.memory_report import MemoryReport
 from mirror._src.inspection.verify import VerifyReport, verify
@@ -116,11 +117,13 @@ class LocalSteps:
     most_running = MOST_RUNNING
     may_fail_later = has_lost_values = False
 
-    def __init__(self, training: Training, *, require_equal: bool = False) -> None:
+    def __init__(self, training: Training, *, require_equal: bool | None = None) -> None:
         self._training, self._strategy = training, training.strategy
         self._proved: set[Any] | None = set() if require_equal else None
         self.multiple = training.accumulate_steps
         self._group_step = steps.repeated(training.step)
+        for step in (training.step, self._group_step):
+            warn_of(step, is_on_purpose=require_equal is not None)
 
     def run(self, batch: PaddedBatch) -> Sums:
         """See `StepRunner.run`."""
@@ -252,7 +255,7 @@ def require_local_options(
     steps_per_execution: int,
     loss_scale: object,
     stall_secs: float | None,
-    require_equal: bool,
+    require_equal: bool | None,
     micro_batch: object,
 ) -> None:
     """Rejects what a trainer cannot do if its steps run in other processes.
@@ -274,7 +277,7 @@ def require_local_options(
             "Steps run on the workers, which the strategy watches. Omit it.",
         ),
         "require_equal=True": (
-            require_equal,
+            require_equal is True,
             "Servers join what the workers compute, which is not traced. Use trainer.verify.",
         ),
         f"micro_batch={micro_batch!r}": (

@@ -171,7 +171,8 @@ class Trainer(Generic[M]):
             has not ended and raise `mirror.StalledError`; see `mirror.debugging.watch`.
         require_equal: Whether `fit` raises `ValueError` before the first step unless the step is
             proved to compute what one device computes on the whole batch. Dropout with `nnx.Rngs`
-            does not: its numbers depend on the number of replicas.
+            does not: its numbers depend on the number of replicas. By default, a step that differs
+            otherwise is a warning, which False omits.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -217,7 +218,7 @@ class Trainer(Generic[M]):
         precision: PrecisionName | None = None,
         loss_scale: LossScaleArgument = None,
         stall_secs: float | None = None,
-        require_equal: bool = False,
+        require_equal: bool | None = None,
     ) -> None:
         if not isinstance(model, nnx.Module):
             raise TypeError(
@@ -246,8 +247,8 @@ class Trainer(Generic[M]):
                 "model on each device, so that shard='model' saves no memory. Omit it.",
                 stacklevel=depth_of_user(),
             )
-        if not isinstance(require_equal, bool):
-            fix = "Pass require_equal=True, or omit it."
+        if not isinstance(require_equal, bool | None):
+            fix = "Pass require_equal=True or False, or omit it."
             raise TypeError(expected("require_equal", require_equal, "a bool", fix))
         self.precision, self._precision = precision, Precision(precision)
         self.loss_scale = loss_scale_of(loss_scale, precision)
