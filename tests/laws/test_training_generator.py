@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.fuzz.training import Case, broken, generate, search
+from tests.fuzz.training import Case, batches, broken, generate, search, trainer_of
 
 SECS = 600.0
 
@@ -49,3 +49,18 @@ def test_new_training_programs_equal_one_device():
     found = search(int(time.time()), SECS)
     assert not found.broken, "see python -m tests.fuzz.training SEED"
     assert found.count > 20
+
+
+@pytest.mark.nightly
+def test_training_programs_are_proved_equal(subtests):
+    """All that `broken` compares in numbers."""
+    cases = [
+        case
+        for case in map(generate, range(40))
+        if not (case.is_refused or case.is_warned_of)
+        and min(case.sizes) > case.replicas * case.pieces  # else JAX traces other operations
+    ]
+    assert len(cases) > 10
+    for case in cases:
+        with subtests.test(msg=str(case)):
+            trainer_of(case, require_equal=True).fit(batches(case), progress=False)
