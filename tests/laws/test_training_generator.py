@@ -52,6 +52,7 @@ def test_new_training_programs_equal_one_device():
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:A launch of steps_per_execution")
 def test_training_programs_are_proved_equal(subtests):
     """All that `broken` compares in numbers."""
     cases = [
