@@ -1965,10 +1965,18 @@ _OF_PARAMETER_SERVERS = (
     Fault(
         "a warning of a marked step",
         "mirror/_src/inspection/difference.py",
-        "or getattr(fn, _MARK, False)",
-        "or False",
+        "return bool(getattr(fn, _MARK, is_ours))",
+        "return is_ours",
         ("tests/inspection/test_equality.py",),
         likely="marked",
+    ),
+    Fault(
+        "no warning of a trainer",
+        "mirror/_src/training/runners.py",
+        "warn_of(step, is_on_purpose=require_equal is not None)",
+        "warn_of(step, is_on_purpose=True)",
+        ("tests/training/test_require_equal.py",),
+        likely="warn_once",
     ),
     Fault(
         "a step that is traced twice without need",
