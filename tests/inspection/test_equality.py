@@ -460,3 +460,102 @@ def test_one_row_per_replica_is_not_guessed(two):
 def test_a_fault_of_the_guess_does_not_end_the_training(two, monkeypatch):
     inside.break_guesses(monkeypatch)
     assert not said(two, *make(two, average, total))
+
+
+# The guess, with as many rows as features, tokens, channels, replicas and entries of a window
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(16, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, 16, rngs=rngs, decode=False)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.first, self.last = (nnx.Linear(16, 16, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x):
+        x = x + self.dropout(self.attention(self.norm(x)))
+        return x + self.last(nnx.gelu(self.first(x)))
+
+
+class Transformer(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(16, 16, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+        self.last = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class Images(nnx.Module):
+    def __init__(self, rngs, axis_name=mirror.REPLICA_AXIS):
+        self.first = nnx.Conv(3, 16, (3, 3), rngs=rngs)
+        self.norm = nnx.BatchNorm(16, axis_name=axis_name, rngs=rngs)
+        self.second = nnx.Conv(16, 16, (3, 3), strides=2, rngs=rngs)
+        self.last = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.max_pool(nnx.relu(self.norm(self.first(x))), (2, 2), (2, 2))
+        x = nnx.avg_pool(nnx.relu(self.second(x)), (2, 2), (2, 2))
+        return self.last(x.mean((1, 2)))
+
+
+CLIPPING = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+NETS = {
+    "transformer": (Transformer, True),
+    "statistics of all": (Images, True),
+    "own statistics": (functools.partial(Images, axis_name=None), False),
+}
+# What is done with the gradients, whether the loss is a sum, the optimizer, and whether it is right
+UPDATES = {
+    "means": (mean, False, optax.adam(1e-3), True),
+    "means, then a clip": (mean, False, CLIPPING, True),
+    "sums": (total, True, optax.lamb(1e-3), True),
+    "sum of means": (total, False, optax.adafactor(1e-3), False),
+    "mean of sums": (mean, True, optax.sgd(0.1, momentum=0.9), False),
+    "a clip before": (lambda g: mean(clipped(g)), False, optax.lion(1e-3), False),
+}
+
+
+def is_suspected(strategy, size, net, update):
+    reduce, is_sum, tx, _ = UPDATES[update]
+    with strategy.scope():
+        model = NETS[net][0](nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def step(model, optimizer, x, y):
+        def loss(model):
+            every = optax.softmax_cross_entropy_with_integer_labels(model(x), y)
+            return every.sum() if is_sum else every.mean()
+
+        optimizer.update(model, reduce(nnx.grad(loss)(model)))
+
+    rows = size * strategy.num_replicas_in_sync
+    tokens = np.zeros((rows, 8), np.int32)
+    data = (tokens, tokens) if net == "transformer" else (np.zeros((rows, 8, 8, 3)), tokens[:, 0])
+    (batch,) = strategy.distribute_dataset([data])
+    return inside.is_suspected(strategy, step, (model, optimizer, *batch))
+
+
+@pytest.mark.slow
+@rows("net", list(NETS))
+def test_the_guess_is_right_about_networks(net, two, subtests):
+    for update, size in zip(UPDATES, (2, 4, 8, 16, 3, 16), strict=True):
+        with subtests.test(update=update, size=size):
+            is_right = NETS[net][1] and UPDATES[update][-1]
+            assert is_suspected(two, size, net, update) == (not is_right)
+
+
+@pytest.mark.nightly
+@rows("net", list(NETS))
+def test_the_guess_is_right_about_all_sizes(net, subtests):
+    for num_replicas in (2, 4):
+        for size in (2, 3, 4, 8, 16):
+            for update in UPDATES:
+                with subtests.test(num_replicas=num_replicas, size=size, update=update):
+                    is_right = NETS[net][1] and UPDATES[update][-1]
+                    strategy = cpu_strategy(num_replicas)
+                    assert is_suspected(strategy, size, net, update) == (not is_right)

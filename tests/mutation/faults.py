@@ -1947,6 +1947,15 @@ _OF_PARAMETER_SERVERS = (
         likely="named_once",
     ),
     Fault(
+        "a gradient of a mean over features that is taken for one over rows",
+        "mirror/_src/jaxprs/relate_alone.py",
+        "is_sure=operands[0].kind is not Kind.ROWS",
+        "is_sure=True",
+        ("tests/inspection/test_equality.py",),
+        likely="guess_is_right",
+        is_slow=True,
+    ),
+    Fault(
         "a warning of random numbers",
         "mirror/_src/jaxprs/relation_rules.py",
         "return _own_samples(pair, operands)",

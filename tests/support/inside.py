@@ -805,3 +805,12 @@ def break_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError
 
     monkeypatch.setattr(inspection_difference, "guess", fail)
+
+
+def is_suspected(strategy: mirror.Strategy, step: Any, args: Sequence[Any]) -> bool:
+    """Whether a step seems to differ from one device: `run` only warns if that is proved."""
+    call, analysis = strategy._runner.analyzed(step, tuple(args), {})
+    state = inspection_difference._state(call, analysis)
+    guessed = inspection_difference._guessed(call, analysis, strategy.num_replicas_in_sync)
+    assert state
+    return any(guessed[k].is_different for k in state)

@@ -16,7 +16,16 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from mirror._src.jaxprs.equations import Interpreter, Scan, jaxpr_of
 from mirror._src.jaxprs.primitives import ELEMENTWISE, REDUCTION, SHAPING
 from mirror._src.jaxprs.relate import Pass
-from mirror._src.jaxprs.relations import SAME, ZERO, Kind, Pair, Relation, shape_of
+from mirror._src.jaxprs.relations import (
+    ALONG_AXIS,
+    SAME,
+    UNIFORM,
+    ZERO,
+    Kind,
+    Pair,
+    Relation,
+    shape_of,
+)
 
 _Program = ClosedJaxpr | Jaxpr
 _MOVING = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
@@ -75,9 +84,11 @@ class _Alone(Pass):
 
     def equation(self, eqn: JaxprEqn, operands: list[Relation]) -> Sequence[Relation]:
         if Literal in map(type, eqn.invars):
-            operands = [self.guessed(eqn, i, x) for i, x in enumerate(operands)]
+            operands = [self.guessed(eqn, i, x, operands) for i, x in enumerate(operands)]
         self.record(eqn, operands)
         name = eqn.primitive.name
+        if name in ELEMENTWISE:
+            operands = _resolved(eqn, operands)
         found = _of_rows(operands) if name in _SIMPLE else None
         if found is not None and (found is SAME or name in ELEMENTWISE):
             return [found] * len(eqn.outvars)
@@ -93,13 +104,17 @@ class _Alone(Pass):
             is_over_rows = x.kind is Kind.ROWS and x.axis in axes
             self.sizes[eqn.outvars[0]] = size, is_over_rows
             (self.counts if is_over_rows else self.others).add(size)
+        elif name == "reduce_window_sum":
+            size = int(np.prod(eqn.params["window_dimensions"]))
+            self.sizes[eqn.outvars[0]] = size, False
+            self.others.add(size)
         elif name in _MOVING and isinstance(eqn.invars[0], Var):
             if (found := self.sizes.get(eqn.invars[0])) is not None:
                 self.sizes[eqn.outvars[0]] = found
             if eqn.invars[0] in self.reduced:
                 self.reduced.add(eqn.outvars[0])
 
-    def guessed(self, eqn: JaxprEqn, i: int, x: Relation) -> Relation:
+    def guessed(self, eqn: JaxprEqn, i: int, x: Relation, operands: list[Relation]) -> Relation:
         """Returns the relation of a literal operand, which may be a number of rows."""
         atom, name = eqn.invars[i], eqn.primitive.name
         if not isinstance(atom, Literal) or np.shape(atom.val):
@@ -116,14 +131,15 @@ class _Alone(Pass):
             is_reduced = first in self.reduced or eqn.outvars[0] in self.reduced
             if is_reduced and value == self.num_replicas:
                 return SAME.by(Fraction(self.num_replicas))
-            return self.count(value, x)
+            # A sum over features of a row has a gradient per row.
+            return self.count(value, x, is_sure=operands[0].kind is not Kind.ROWS)
         if name in _COUNTING or (name == "sub" and i == 0):
             return self.count(value, x)
         return x
 
-    def count(self, value: float, x: Relation) -> Relation:
+    def count(self, value: float, x: Relation, *, is_sure: bool = False) -> Relation:
         """Returns the relation of a number, which is larger on one device if it counts rows."""
-        is_count = value in self.counts and value not in self.others
+        is_count = value in self.counts and (is_sure or value not in self.others)
         return SAME.by(Fraction(1, self.num_replicas)) if is_count else x
 
     def located(self, relation: Relation, _eqn: JaxprEqn) -> Relation:
@@ -152,3 +168,17 @@ def _of_rows(operands: Sequence[Relation]) -> Relation | None:
             return None
         found = x
     return found
+
+
+def _resolved(eqn: JaxprEqn, operands: list[Relation]) -> list[Relation]:
+    """Returns the operands; an array of one number has no rows if it meets an array without rows.
+
+    As many features as rows look the same.
+    """
+    if not any(x.kind is Kind.ROWS and x.pieces == UNIFORM for x in operands):
+        return operands
+    pairs = zip(operands, eqn.invars, strict=True)
+    others = {x.kind for x, atom in pairs if shape_of(atom) and x.pieces != UNIFORM} - {Kind.ZERO}
+    if not others or not others.isdisjoint(ALONG_AXIS):
+        return operands
+    return [SAME.by(x.scale) if x.pieces == UNIFORM else x for x in operands]

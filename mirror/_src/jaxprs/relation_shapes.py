@@ -3,7 +3,7 @@
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -120,7 +120,7 @@ def _reshape(pair: Pair, xs: list[Relation]) -> Relation | None:
         if 0 in before:
             return None
         if pair.row_counts is not None:
-            return _kept_axis(before, after, order.index(axis))
+            return _kept_axis(before, after, order.index(axis), pair.row_counts)
         if len(axes) != 1:
             return None
         # The rows of one replica are as many entries apart as before.
@@ -130,12 +130,16 @@ def _reshape(pair: Pair, xs: list[Relation]) -> Relation | None:
     return moved(x, to) or (_in_pieces(pair, x) if order == sorted(order) else None)
 
 
-def _kept_axis(before: Sequence[int], after: Sequence[int], axis: int) -> int | None:
-    """Returns where a reshape moves the entries of an axis, alone or with axes after it."""
+def _kept_axis(
+    before: Sequence[int], after: Sequence[int], axis: int, row_counts: Collection[int]
+) -> int | None:
+    """Returns where a reshape is likely to move the rows of an axis."""
     products = itertools.accumulate(after, operator.mul, initial=1)
     starts = [i for i, size in enumerate(products) if size == math.prod(before[:axis])]
-    sizes = [i for i in starts if i < len(after) and after[i] % before[axis] == 0]
-    return next((i for i in sizes if after[i] > 1 or before[axis] == 1), None)
+    ends = [i for i in starts if i < len(after) and after[i] > 1]
+    joined = [i for i in ends if after[i] % before[axis] == 0]
+    split = [i for i in ends if after[i] in row_counts and before[axis] % after[i] == 0]
+    return next(iter(joined + split), None)
 
 
 def _slice(pair: Pair, xs: list[Relation]) -> Relation | None:
