@@ -170,6 +170,7 @@ def test_children_of_a_donated_container_are_state(two):
 
 @pytest.mark.slow
 @rows("n, name", ROWS)
+@pytest.mark.filterwarnings("ignore:.* differs from one device")
 def test_step_with_its_all_reduce_trains(n, name):
     strategy = cpu_strategy(n)
     make, _, _ = STATES[name]

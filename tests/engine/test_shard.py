@@ -21,6 +21,8 @@ from tests.support.messages import assert_message, raises
 from tests.support.strategies import cpu_strategy
 from tests.support.tables import rows
 
+# Most networks have batch statistics of each replica.
+pytestmark = pytest.mark.filterwarnings("ignore:.* differs from one device")
 RNG = np.random.RandomState(0)
 X = RNG.randn(16, 16).astype(np.float32)
 PARAMS = {

@@ -401,6 +401,7 @@ def test_report_groups_the_parts_of_an_argument():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* differs from one device")
 def test_explain_contains_the_memory_report(two):
     with two.scope():
         model, optimizer = nnx_net(two)[1]
@@ -614,6 +615,7 @@ def test_importing_mirror_does_not_import_the_command_line():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* differs from one device")
 def test_estimate_of_several_device_counts_is_one_table():
     rows = tuple(estimate_row("net", workload(nnx_net), layout(name)) for name in ("1", "2"))
     found = Estimate("net", False, rows)

@@ -175,6 +175,7 @@ def forgetful(model, optimizer, x):
 
 @pytest.mark.slow
 @rows("name, num_replicas", [*((name, 2) for name in OPTIMIZERS), ("sgd", 1)])
+@pytest.mark.filterwarnings("ignore:.* differs from one device")
 def test_missing_all_reduce_names_the_variable_and_leaves_the_model_unchanged(name, num_replicas):
     strategy = cpu_strategy(num_replicas)
     model, optimizer = create(strategy, optimizer=OPTIMIZERS[name])

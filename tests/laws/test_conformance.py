@@ -116,6 +116,7 @@ TRAININGS = {"nnx": (create_nnx, train_nnx), "linen": (create_linen, train_linen
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* differs from one device")
 def test_executors_train_to_the_same_weights(subtests):
     """Batch statistics, dropout, moments, keys and counts: the whole state."""
     for name in TRAININGS:

@@ -138,6 +138,7 @@ def test_model_and_optimizer_may_be_created_in_different_places(two):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* differs from one device")
 def test_local_batch_statistics_differ_from_one_device_but_the_replicas_stay_equal(eight):
     """Each replica normalizes with its own batch; running statistics are the mean over replicas."""
     with eight.scope():

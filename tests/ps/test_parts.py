@@ -47,6 +47,7 @@ def in_parts(step, num_parts, num_devices, batch, **kwargs):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* differs from one device")
 def test_statistics_of_batches_are_averaged_over_the_parts():
     (batch,) = batches([SIZE])
     after, _ = in_parts(train_step, 3, 1, batch, has_noise="norm")

@@ -293,7 +293,12 @@ def check_grouped_steps_equal_single_steps(executor, dtype):
     for at_once in (1, 5):
         strategy = EXECUTORS[executor]()
         trainer = mirror.Trainer(
-            Net(dtype), MOMENTUM, squares, strategy=strategy, steps_per_execution=at_once
+            Net(dtype),
+            MOMENTUM,
+            squares,
+            strategy=strategy,
+            steps_per_execution=at_once,
+            require_equal=False,
         )
         history = fit(trainer, data, 2)
         found.append((state_of(trainer), dict(history)))
@@ -714,6 +719,7 @@ def uninterrupted(request):
         squares,
         strategy=cpu_strategy(2),
         steps_per_execution=request.param,
+        require_equal=False,
     )
     state = state_of(trainer)
     history = fit(trainer, Source(), 2, validation_data=Source())

@@ -13,6 +13,7 @@ from mirror._src.base.naming import depth_of_user, is_our_module
 from mirror._src.engine.analysis import Analysis
 from mirror._src.engine.call import Call
 from mirror._src.engine.runner import Runner
+from mirror._src.engine.variable import Variable
 from mirror._src.inspection.equality import DIFFERENT, explained, inputs_of, outputs_of
 from mirror._src.jaxprs.relate_alone import guess
 from mirror._src.jaxprs.relations import SAME, Relation
@@ -115,12 +116,15 @@ def _hint(call: Call, analysis: Analysis, outputs: Sequence[int]) -> str:
 def _state(call: Call, analysis: Analysis) -> list[int]:
     """Returns the positions of new state among the outputs of `Analysis.finish`.
 
-    They are variables, and results that have the type of a mirrored argument and its place: in
-    `result[0]['w']` and `params['w']`, or in `result` and `w`.
+    They are nnx variables, and results that have the type and the place of a mirrored argument: in
+    `result[0]['w']` and `params['w']`, or in `result` and `w`. A `mirror.Variable` has its own
+    aggregation.
     """
     step, plan = analysis.traced.function, analysis.plan
     metrics = {i for metric in plan.merged for i in metric.positions.values()}
-    is_state = [i not in metrics and not step.per_replica[i] for i in plan.changed]
+    own = {i for i, (slot, _) in enumerate(call.slots) if issubclass(slot.kind, Variable)}
+    left_out = metrics | own
+    is_state = [i not in left_out and not step.per_replica[i] for i in plan.changed]
     arguments = {
         (_ROOT.sub("", name), aval.shape, aval.dtype)
         for name, aval, differs in zip(call.input_names, step.avals, step.per_replica, strict=True)
