@@ -22,7 +22,10 @@ from tests.support import gpu_programs, inside
 from tests.support.gpu_programs import GpuProgram
 from tests.support.tables import rows
 
-pytestmark = pytest.mark.gpu_aot
+pytestmark = [
+    pytest.mark.gpu_aot,
+    pytest.mark.filterwarnings("ignore:.* differs from one device"),
+]
 
 GPUS, LOCAL = 8, 4  # GPUs, and examples on each
 EXAMPLES = GPUS * LOCAL

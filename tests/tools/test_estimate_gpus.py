@@ -95,6 +95,7 @@ def test_every_gpu_has_a_compiler(capsys, subtests):
 
 
 @pytest.mark.gpu_aot
+@pytest.mark.filterwarnings("ignore:.* differs from one device")
 def test_steps_that_capture_arrays_or_have_no_batch(steps, capsys, subtests):
     """Arrays cannot be placed on GPUs that do not exist."""
     for name, captured in {"captures": 64, "without_batch": 0}.items():
