@@ -7,7 +7,7 @@ differ, or an operation is not understood, the relation is unknown.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
@@ -63,6 +63,7 @@ class Pass(Interpreter[Relation]):
     Attributes:
         whole: The program of one device.
         has_own_samples: As for `Pair`.
+        row_counts: As for `Pair`.
         frames: For each program that is evaluated, the operation of one device for each operation.
         consts: The relations of constants, by their `id`.
         depth: Number of the loops over rows or pieces around the current operation.
@@ -75,6 +76,7 @@ class Pass(Interpreter[Relation]):
         super().__init__()
         self.whole = whole
         self.has_own_samples = has_own_samples
+        self.row_counts: Collection[int] | None = None
         self.num_replicas = num_replicas
         self.frames: list[dict[int, JaxprEqn]] = []
         self.consts: dict[int, Relation] = {}
@@ -130,8 +132,8 @@ class Pass(Interpreter[Relation]):
 
     def pair(self, eqn: JaxprEqn, whole: JaxprEqn) -> Pair:
         rounds = self.loops[0] if self.loops else 0
-        samples = self.has_own_samples
-        return Pair(eqn, whole, self.num_replicas, self.within, rounds, has_own_samples=samples)
+        assumed = self.row_counts, self.has_own_samples
+        return Pair(eqn, whole, self.num_replicas, self.within, rounds, *assumed)
 
     def with_literals(
         self, atoms: Sequence[Any], whole: Sequence[Any], relations: Sequence[Relation]

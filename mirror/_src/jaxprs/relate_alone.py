@@ -22,7 +22,6 @@ from mirror._src.jaxprs.relations import (
     UNIFORM,
     ZERO,
     Kind,
-    Pair,
     Relation,
     shape_of,
 )
@@ -51,7 +50,6 @@ class _Alone(Pass):
     """The pass of `relate`, with guesses where it reads the program of one device.
 
     Attributes:
-        row_counts: Numbers of entries along axes of rows.
         counts: Numbers of entries of sums over rows.
         others: Numbers of entries of other sums.
         sizes: The number of entries of sums, and whether they are over rows.
@@ -59,8 +57,8 @@ class _Alone(Pass):
     """
 
     def __init__(self, program: _Program, num_replicas: int, row_counts: set[int]) -> None:
-        super().__init__(program, num_replicas)
-        self.row_counts = row_counts
+        super().__init__(program, num_replicas, has_own_samples=True)
+        self.row_counts: set[int] = row_counts
         self.counts = set(row_counts)
         self.others: set[int] = set()
         self.sizes: dict[Var, tuple[int, bool]] = {}
@@ -74,10 +72,6 @@ class _Alone(Pass):
             if eqn.primitive.name == "psum":  # a mean divides after it, and its gradient before it
                 self.reduced.update(a for a in (*eqn.invars, *eqn.outvars) if isinstance(a, Var))
         return Interpreter.call(self, program, inputs)
-
-    def pair(self, eqn: JaxprEqn, whole: JaxprEqn) -> Pair:
-        rounds = self.loops[0] if self.loops else 0
-        return Pair(eqn, whole, self.num_replicas, self.within, rounds, self.row_counts, True)
 
     def constant(self, value: Any) -> Relation:
         return ZERO if not np.shape(value) and not value else SAME
@@ -122,9 +116,8 @@ class _Alone(Pass):
         value = np.asarray(atom.val).item()
         if not isinstance(value, int | float):
             return x
-        others = [a for a in eqn.invars if a is not atom]
         if name == "div" and i == 1:
-            first = others[0] if others and isinstance(others[0], Var) else None
+            first = eqn.invars[0] if isinstance(eqn.invars[0], Var) else None
             found = self.sizes.get(first) if first is not None else None
             if found is not None and found[0] == value:
                 return SAME.by(Fraction(1, self.num_replicas)) if found[1] else x
