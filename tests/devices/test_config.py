@@ -533,6 +533,13 @@ def test_cuda_visible_devices_is_parsed_as_by_cuda(machine, wanted, shown):
     assert [int(uuid[4]) for uuid in uuids] == shown
 
 
+@rows("wanted, shown", [("GPU-0", [0]), ("GPU-", []), ("0,GPU-", [0]), ("0,1", [0])])
+def test_cuda_visible_devices_of_a_single_gpu(machine, wanted, shown):
+    """CUDA selects nothing by the prefix that all UUIDs have (seen on an H100, CUDA 13)."""
+    found = machine(1, CUDA_VISIBLE_DEVICES=wanted)
+    assert [device.name for device in found] == gpu_names(*shown)
+
+
 def test_no_gpus_are_listed_without_a_driver(machine, monkeypatch, caplog):
     assert machine(None) == []
     assert physical.driver_version() is None

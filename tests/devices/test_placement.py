@@ -409,6 +409,8 @@ def on(k, value=1.0):
 SUMS = {
     "numbers": ([1, 2, 3], 6),
     "one": ([2.5], 2.5),
+    "one array": ([jnp.ones(2)], [1, 1]),
+    "one bound": ([on(2)], [1, 1, 1]),
     "a generator": ((float(k) for k in range(4)), 6),
     "NumPy": ([np.arange(2), np.arange(2)], [0, 2]),
     "free": ([jnp.ones(2), jnp.ones(2)], [2, 2]),
@@ -427,8 +429,7 @@ def test_add_n_adds_on_the_current_device(name):
     with mirror.device("/cpu:5"):
         total = mirror.add_n(iter(values))
         np.testing.assert_array_equal(total, wanted)
-        if name != "one":
-            assert place(total) == [5]
+        assert place(total) == [5]
 
 
 def test_add_n_stays_on_the_common_device():
@@ -444,9 +445,11 @@ def test_add_n_adds_in_order():
 
 
 def test_add_n_in_a_scope_is_mirrored(two):
+    free = jnp.full(3, 2.0)
     with two.scope():
         x = jnp.ones(3)
-        for values in ([x, x], [x, on(0)], [on(5), on(6)], [x, np.ones(3, np.float32)]):
+        two_on_host = [np.ones(3, np.float32)] * 2
+        for values in ([x, x], [x, on(0)], [on(5), on(6)], two_on_host, [on(5, 2.0)], [free]):
             total = mirror.add_n(values)
             np.testing.assert_array_equal(total, [2, 2, 2])
             assert place(total) == [0, 1]

@@ -190,6 +190,27 @@ def test_verify_finds_a_wrongly_reduced_gradient_without_changes(name):
         np.testing.assert_array_equal(now, then)
 
 
+@rows(
+    "types, configured, expected",
+    {
+        "GPUs": (["GPU"] * 2, None, "highest"),
+        "GPUs with a precision": (["GPU"] * 2, "tensorfloat32", "tensorfloat32"),
+        "host devices": ([], None, None),
+    },
+)
+def test_verify_multiplies_in_float32_on_gpus(types, configured, expected):
+    """TF32, their default, amplifies other roundings, so that right steps failed (on an H100)."""
+    found = []
+
+    def step(x):
+        found.append(jax.config.jax_default_matmul_precision)
+        return x * 2
+
+    with inside.pretended_types(types), jax.default_matmul_precision(configured):
+        cpu_strategy(2).verify(step, (PerReplica([[1.0], [2.0]]),))
+    assert set(found) == {expected}
+
+
 def test_verify_finds_a_missing_reduction(two):
     names = ["step", "model.first.kernel"]
     with raises(mirror.ReplicaDivergenceError, names=names, fix="all_reduce"):

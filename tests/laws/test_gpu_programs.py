@@ -201,12 +201,13 @@ def test_fixed_replicas_compute_by_the_same_operations(name):
     """On 8 and 2 GPUs. On one, XLA transposes other operands of the transformer's products."""
     model = MODELS[name]()
     make = lambda _: (step_of(model, average), (model.state(),), [model.batch])  # noqa: E731
-    eight, two, one = (
-        gpu_programs.operations(
-            inside.compiled_step(strategy_of(gpus(count), replicas=GPUS), make, (0,))
-        )
+    programs = [
+        inside.compiled_step(strategy_of(gpus(count), replicas=GPUS), make, (0,))
         for count in (8, 2, 1)
-    )
+    ]
+    for program in programs:
+        assert not gpu_programs.examine(program).additions, "XLA adds in any order"
+    eight, two, one = map(gpu_programs.operations, programs)
     assert sum(eight.values()) > 20
     assert two == eight
     assert (one == eight) == (name != "transformer"), "the page docs/one-to-eight.md says so"

@@ -147,25 +147,41 @@ def asynchrony(kind: str) -> None:
     assert all(result.is_ready() for result in results), "a step overtook another one"
 
 
-def scatters(kind: str) -> None:
-    """A mirrored sum of rows at repeated indices has the same bits again: see docs/steps.md."""
+def repeated(kind: str) -> None:
+    """With `replicas=`, a step has the same bits again, compiled anew too; see one-to-eight.md.
+
+    The gradient adds rows at repeated indices, which GPUs do in any order.
+    """
 
     def step(table, ids, rows):
-        return table.at[mirror.all_gather(ids)].add(mirror.all_gather(rows))
+        grads = jax.grad(lambda table: ((table[ids] - rows) ** 2).mean())(table)
+        return table - mirror.all_reduce("mean", grads)
 
-    strategy, random = on_one(kind, replicas_per_device=2), np.random.default_rng(0)
+    random = np.random.default_rng(0)
     data = (
         random.integers(0, 50, 100_000, dtype=np.int32),
         random.normal(size=(100_000, 64)).astype(np.float32),
     )
-    (batch,) = strategy.distribute_dataset([data])
-    with strategy.scope():
-        table = jnp.zeros((50, 64))
-    one, *others = (np.asarray(strategy.run(step, (table, *batch))) for _ in range(4))
+    found = []
+    for _ in range(2):
+        strategy = on_one(kind, replicas=2)
+        (batch,) = strategy.distribute_dataset([data])
+        with strategy.scope():
+            table = jnp.zeros((50, 64))
+        found += [np.asarray(strategy.run(step, (table, *batch))) for _ in range(3)]
+    one, *others = found
     assert np.isfinite(one).all()
     assert one.any()
     for other in others:
         np.testing.assert_array_equal(one, other)
+
+
+def verification(kind: str) -> None:
+    """GPUs round the operands of products to TF32, which amplifies the roundings of layers."""
+    strategy = on_one(kind, replicas_per_device=4)
+    arguments = objects(strategy, 64, 256, 256, 256, 256, 8)
+    (batch,) = strategy.distribute_dataset(batches(1, 32, 64))
+    assert strategy.verify(training_step, (*arguments, batch)).largest < 1e-5
 
 
 def explanation(kind: str) -> None:
@@ -371,8 +387,8 @@ def keras(kind: str) -> None:
 CHECKS: dict[str, Callable[[str], None]] = {
     check.__name__: check
     for check in (
-        *(memory, asynchrony, scatters, explanation, layouts, callbacks, watch, interrupt),
-        *(launches_of_several_steps, checkpoints, loss_scale, keras),
+        *(memory, asynchrony, repeated, verification, explanation, layouts),
+        *(callbacks, watch, interrupt, launches_of_several_steps, checkpoints, loss_scale, keras),
     )
 }
 

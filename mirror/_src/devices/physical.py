@@ -190,7 +190,7 @@ def _find(nvml: Any, handles: list[Any], entry: str) -> Any:
             return nvml.nvmlDeviceGetHandleByUUID(entry)
         except nvml.NVMLError:
             return None
-    if not entry.startswith("GPU-"):
+    if not entry.startswith("GPU-") or entry == "GPU-":  # CUDA 13 needs more than that
         return None
     matches = [h for h in handles if nvml.nvmlDeviceGetUUID(h).startswith(entry)]
     return matches[0] if len(matches) == 1 else None

@@ -128,7 +128,8 @@ def add_n(values: Iterable[ArrayLike]) -> Array:
             "add_n expects arrays of the same shape and dtype, got "
             f"{', '.join(map(describe, arrays))}."
         )
-    return functools.reduce(jnp.add, _together(arrays))
+    first, *others = _together(arrays)
+    return functools.reduce(jnp.add, others, first if others else jnp.copy(first))
 
 
 def _as_array(value: ArrayLike) -> Array:

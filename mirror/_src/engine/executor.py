@@ -43,6 +43,7 @@ from mirror._src.passes.staging.stages import stage_program
 from mirror._src.passes.staging.vectorized import CALLED_SEQUENTIALLY, Vectorized, vectorized
 
 _WITHOUT_RACES = "xla_gpu_exclude_nondeterministic_ops"
+_SAME_BITS = "xla_gpu_deterministic_ops"  # also without a search for the fastest kernels
 _SCATTER_BYTES = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 _BUCKET_BYTES = 30 * 2**20  # of gradients, as XLA combines all-reduces
 
@@ -322,7 +323,9 @@ def _compiler_options(
     options: dict[str, Any] = dict(COMPILER_OPTIONS) if replicas.in_turn else {}
     if not replicas.on_gpus:
         return options or None
-    if has_races:  # copies would differ in the last bits, and drift apart from then on
+    if replicas.in_turn:
+        options[_SAME_BITS] = True
+    elif has_races:  # copies would differ in the last bits, and drift apart from then on
         options[_WITHOUT_RACES] = True
     if scatters and _SCATTER_BYTES not in os.environ.get("XLA_FLAGS", ""):
         # XLA compares its limit with the bytes that each GPU receives, 1/n of the gradients. The

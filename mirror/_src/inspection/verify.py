@@ -15,6 +15,7 @@ from mirror._src.base.modules import set_module
 from mirror._src.base.naming import keys
 from mirror._src.base.tables import Table
 from mirror._src.base.types import PyTree
+from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.arguments import hoist_nested, object_names
 from mirror._src.engine.nnx.structure import Structure
 from mirror._src.engine.on_read import collapse
@@ -30,6 +31,7 @@ from mirror._src.inspection.trial_objects import (
     with_objects,
 )
 
+_config: Any = jax.config
 _DEFAULT_RTOL = 1e-5
 _ROUNDINGS = 4  # of sums, of which a replica rounds its own part once more
 
@@ -124,6 +126,13 @@ class VerifyReport:
         if self.same_bits:
             lines.append("The same replicas on one device compute the same bits.")
         return "\n".join(lines)
+
+
+def exact_products(replicas: ReplicaDevices) -> contextlib.AbstractContextManager[None]:
+    """Lets GPUs multiply in float32: rounding to TF32, the default, amplifies other roundings."""
+    if replicas.on_gpus and _config.jax_default_matmul_precision is None:
+        return jax.default_matmul_precision("highest")
+    return contextlib.nullcontext()
 
 
 def verify(

@@ -15,7 +15,7 @@ from mirror._src.engine.scopes import require_cross_replica
 from mirror._src.inspection.difference import warn_of
 from mirror._src.inspection.memory import memory_report
 from mirror._src.inspection.memory_report import MemoryReport
-from mirror._src.inspection.verify import VerifyReport, verify
+from mirror._src.inspection.verify import VerifyReport, exact_products, verify
 from mirror._src.jaxprs.equations import equations
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training import steps
@@ -181,7 +181,8 @@ class LocalSteps:
         runners = self._strategy._runner, self._strategy._single_runner()
         step, arguments = self._call(batch)
         in_turn = self._strategy._runner_in_turn()
-        return verify(*runners, step, arguments, {}, rtol, self._alone, in_turn)
+        with exact_products(runners[0].replicas):
+            return verify(*runners, step, arguments, {}, rtol, self._alone, in_turn)
 
     def _alone(self, tree: PyTree) -> tuple[Callable[..., Sums], PyTree]:
         """Returns the step of one device, which neither pads a batch nor splits it."""

@@ -5,8 +5,6 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import jax
-
 import mirror
 from mirror._src.base import interrupts
 from mirror._src.base.errors import counted
@@ -80,12 +78,9 @@ def run(options: argparse.Namespace) -> Outcome:
     """
     if options.plot is not None:
         require_writable(options.plot)
-    # On GPUs, JAX rounds float32 products to TF32 by default. The step check below should measure
-    # the reduction over the replicas, not that rounding; the model is small enough to afford it.
-    with jax.default_matmul_precision("highest"):
-        strategy = placement.make_strategy(options)
-        _print(_introduction(strategy, options))
-        return _train_and_check(strategy, options)
+    strategy = placement.make_strategy(options)
+    _print(_introduction(strategy, options))
+    return _train_and_check(strategy, options)
 
 
 def _print(text: str) -> None:

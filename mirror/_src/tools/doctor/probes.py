@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -67,8 +67,7 @@ def start() -> BackendInfo:
         devices = backend.default_devices()
     num_hosts = len(backend.devices_of_type("CPU"))
     num_threads = max(int(pool_size) if pool_size.isdecimal() else os.cpu_count() or 1, num_hosts)
-    forced = fixed_by is None and backend.type_of(devices[0]) == "CPU"
-    return BackendInfo(devices, forced, num_threads)
+    return BackendInfo(devices, fixed_by is None and _on_host(devices), num_threads)
 
 
 def check_backend(info: BackendInfo) -> Iterator[Check]:
@@ -87,7 +86,8 @@ def check_backend(info: BackendInfo) -> Iterator[Check]:
 def check_pool(info: BackendInfo) -> Check:
     """Checks that the thread pool of the host devices is not wider than useful."""
     count, threads = len(backend.devices_of_type("CPU")), info.num_threads
-    finding = f"{threads} for {counted(count, 'host device')} on {os.cpu_count()} cores"
+    users = f" for {counted(count, 'host device')}" if _on_host(info.devices) else ""
+    finding = f"{threads}{users} on {os.cpu_count()} cores"
     if threads <= max(os.cpu_count() or 1, count):
         return Check(POOL, "ok", finding)
     return Check(
@@ -107,33 +107,36 @@ def check_all_reduce(info: BackendInfo) -> Check:
     fault = all_reduce_fault(devices, _ALL_REDUCE_SECS)
     if fault is None:
         return Check(ALL_REDUCE, "ok", f"correct across {len(devices)} devices")
-    on_gpu = backend.type_of(devices[0]) != "CPU"
+    on_host = _on_host(devices)
     meaning = (
-        "mirror falls back to reduction on the host, which is slower."
-        if on_gpu
-        else "A training step would fail or hang."
+        "A training step would fail or hang."
+        if on_host
+        else "mirror falls back to reduction on the host, which is slower."
     )
     no_p2p = f"export {' '.join(p2p_settings())}"
-    return Check(ALL_REDUCE, "problem", fault, meaning, no_p2p if on_gpu else _REPORT)
+    return Check(ALL_REDUCE, "problem", fault, meaning, _REPORT if on_host else no_p2p)
 
 
 def check_step(info: BackendInfo) -> Check:
     """Compares a training step on all replicas with one device on the whole batch."""
     strategy = MirroredStrategy(info.devices)
     batch_size = _EXAMPLES_PER_REPLICA * strategy.num_replicas_in_sync
-    with jax.default_matmul_precision("highest"):  # not TF32, whose rounding depends on the shape
-        step, args = make_builtin_step("cnn", strategy, batch_size)
-        try:
-            report = strategy.verify(step, args, rtol=_RTOL)
-        except VerifyError as error:
-            meaning = "The replicas and one device compute different results."
-            return Check(STEP, "problem", first_line(error), meaning, _REPORT)
+    step, args = make_builtin_step("cnn", strategy, batch_size)
+    try:
+        report = strategy.verify(step, args, rtol=_RTOL)
+    except VerifyError as error:
+        meaning = "The replicas and one device compute different results."
+        return Check(STEP, "problem", first_line(error), meaning, _REPORT)
     return Check(
         STEP,
         "ok",
-        f"{strategy.num_replicas_in_sync} replicas and one device compute the same (largest "
-        f"relative difference {report.largest:.1e})",
+        f"{counted(strategy.num_replicas_in_sync, 'replica')} and one device compute the same "
+        f"(largest relative difference {report.largest:.1e})",
     )
+
+
+def _on_host(devices: Sequence[jax.Device]) -> bool:
+    return backend.type_of(devices[0]) == "CPU"
 
 
 PROBES: dict[str, Callable[[BackendInfo], Check]] = {
