@@ -9,6 +9,7 @@ from flax import nnx
 
 import mirror
 from tests.support import fresh
+from tests.support.compilations import compiler_options
 from tests.support.inside import devices_of_other_bits, pretended_types
 from tests.support.messages import raises
 from tests.support.strategies import ON_HOST, cpu_strategy
@@ -77,6 +78,15 @@ def test_devices_that_compute_other_bits_are_named():
     expected = r"CPU:3\) computes other bits than .*CPU:2\).*replicas="
     with devices_of_other_bits(), pytest.warns(UserWarning, match=expected):
         strategy.run(total, (rows(strategy, 3),))
+
+
+def test_gpus_neither_add_in_any_order_nor_search_for_the_fastest_kernels():
+    """In the step and in the comparison of the devices; checked on an H100 by `test_gpu`."""
+    with pretended_types(["GPU"] * 2), compiler_options() as options:
+        strategy = cpu_strategy(2, replicas=2)
+        strategy.run(total, (rows(strategy, 3),))
+    assert len(options) == 2
+    assert all(each["xla_gpu_deterministic_ops"] for each in options)
 
 
 def test_resize_keeps_the_state_and_accepts_batches_of_before():

@@ -358,11 +358,13 @@ def pretended_types(types: Iterable[str]) -> Iterator[None]:
         return tuple(device for device in devices if type_of(device) == wanted)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("mirror._src.devices.backend", "mirror._src.devices.replicas"):
-            patch.setattr(f"{module}.type_of", type_of)
+        for module in ("devices.backend", "devices.replicas", "devices.same_bits"):
+            patch.setattr(f"mirror._src.{module}.type_of", type_of)
         patch.setattr("mirror._src.engine.one_device.type_of", type_of)
         patch.setattr(backend, "devices_of_type", devices_of_type)
+        same_bits.digest_of.cache_clear()
         yield
+    same_bits.digest_of.cache_clear()
 
 
 def programs(strategy: mirror.Strategy) -> list[Any]:

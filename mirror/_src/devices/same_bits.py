@@ -15,9 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mirror._src.base.naming import depth_of_user
 from mirror._src.base.types import Array
-from mirror._src.devices.backend import names
+from mirror._src.devices.backend import names, type_of
 
 _AXIS = "devices"
+# Otherwise each process searches for the fastest kernels, and gradients are added by atomics.
+OPTIONS_ON_GPUS = {"xla_gpu_deterministic_ops": True}
 
 
 def computed(x: Array) -> Array:
@@ -38,7 +40,8 @@ def digest_of(devices: tuple[jax.Device, ...]) -> str:
     shape, sharding = (len(devices), *x.shape[1:]), NamedSharding(mesh, rows)
     # In a job of several processes, `jit` rejects a NumPy array.
     everyone = jax.make_array_from_callback(shape, sharding, lambda _: x)
-    first, *others = np.asarray(jax.jit(fn)(everyone))
+    options = OPTIONS_ON_GPUS if type_of(devices[0]) == "GPU" else None
+    first, *others = np.asarray(jax.jit(fn, compiler_options=options)(everyone))
     wrong = [
         d for d, row in zip(devices[1:], others, strict=True) if row.tobytes() != first.tobytes()
     ]

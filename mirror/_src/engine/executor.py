@@ -18,7 +18,7 @@ from mirror._src.devices.eager_work import bound_eager_work
 from mirror._src.devices.launch import is_needed
 from mirror._src.devices.launches import Described, Site
 from mirror._src.devices.replicas import Kind, ReplicaDevices
-from mirror._src.devices.same_bits import digest_of
+from mirror._src.devices.same_bits import OPTIONS_ON_GPUS, digest_of
 from mirror._src.engine.compiled import CompiledProgram, MeshProgram
 from mirror._src.engine.mapping import (
     STAGED,
@@ -43,7 +43,6 @@ from mirror._src.passes.staging.stages import stage_program
 from mirror._src.passes.staging.vectorized import CALLED_SEQUENTIALLY, Vectorized, vectorized
 
 _WITHOUT_RACES = "xla_gpu_exclude_nondeterministic_ops"
-_SAME_BITS = "xla_gpu_deterministic_ops"  # also without a search for the fastest kernels
 _SCATTER_BYTES = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 _BUCKET_BYTES = 30 * 2**20  # of gradients, as XLA combines all-reduces
 
@@ -324,7 +323,7 @@ def _compiler_options(
     if not replicas.on_gpus:
         return options or None
     if replicas.in_turn:
-        options[_SAME_BITS] = True
+        options |= OPTIONS_ON_GPUS
     elif has_races:  # copies would differ in the last bits, and drift apart from then on
         options[_WITHOUT_RACES] = True
     if scatters and _SCATTER_BYTES not in os.environ.get("XLA_FLAGS", ""):
