@@ -94,13 +94,15 @@ def trainer_table(done: Sequence[Done]) -> Table:
         rows.append(
             [
                 *(name, str(n)),
-                *(ms(times, c) for c in (plan.LOOP, plan.FIT, plan.FIT_16)),
+                *(ms(times, c) for c in (plan.JIT_LOOP, plan.LOOP, plan.FIT, plan.FIT_16)),
+                compared(times, ratio, plan.FIT, plan.JIT_LOOP, None)[0],
                 *compared(times, ratio, plan.FIT, plan.LOOP, limits.T1_FIT),
                 *(many if judged else [*many, ""]),
                 f"{widest(times):.0%}",
             ]
         )
-    headers = ["model", "devices", "loop ms", "fit ms", "fit 16 ms", "fit / loop", "T1"]
+    headers = ["model", "devices", "jit loop ms", "loop ms", "fit ms", "fit 16 ms"]
+    headers += ["fit / jit loop", "fit / loop", "T1"]
     title = (
         f"A step of an epoch (T1: fit / loop at most {limits.T1_FIT}; T2: 16 steps per launch / "
         f"one step, for many small layers, at most {limits.T2_MANY_STEPS})"

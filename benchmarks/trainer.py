@@ -1,7 +1,7 @@
-"""Compares an epoch of `Trainer.fit` with a hand-written loop over `strategy.run`.
+"""Compares an epoch of `Trainer.fit` with loops by hand: over `strategy.run`, and over `jax.jit`.
 
-Both read the same global batches from host memory, pad them, and have the losses of all steps on
-the host at the end of the epoch. Times are per step.
+All read the same global batches from host memory, and have the losses of all steps on the host at
+the end of the epoch. All but the loop over `jax.jit` pad the batches. Times are per step.
 """
 
 from collections import deque
@@ -15,8 +15,15 @@ from flax import nnx
 
 import mirror
 from benchmarks import plan
-from benchmarks.by_hand import create_objects
-from benchmarks.jax_contender import JaxContender
+from benchmarks.by_hand import (
+    MOST_IN_FLIGHT,
+    create_objects,
+    initial_state,
+    plain_step,
+    sharded_jit,
+    unreduced,
+)
+from benchmarks.jax_contender import JaxContender, Placement
 from benchmarks.models import Batch, Model, PyTree, params_of
 from benchmarks.through_mirror import strategy_over
 
@@ -108,11 +115,45 @@ class ByTrainer(Epochs):
         self._trainer.fit(self._data, progress=False)
 
 
+class InJax(JaxContender):
+    """Contender with a hand-written loop over `jax.jit` with shardings, on plain pytrees."""
+
+    name = plan.JIT_LOOP
+
+    def __init__(self, model: Model, num_devices: int, steps: int = STEPS) -> None:
+        self._place = Placement(num_devices)
+        self._data = [model.batch()] * steps
+        self._step = sharded_jit(plain_step(model, unreduced), self._place)
+        self._state = jax.device_put(initial_state(model), self._place.replicated)
+        self._most_running = _MOST_RUNNING if num_devices == 1 else MOST_IN_FLIGHT
+
+    def launch(self) -> None:
+        """Runs one epoch."""
+        pending: deque[Any] = deque()
+        total = 0.0
+        for batch in self._data:
+            if len(pending) >= self._most_running:
+                total += float(pending.popleft())
+            placed = jax.device_put(batch, self._place.sharded)
+            self._state, loss = self._step(self._state, placed)
+            pending.append(loss)
+        assert np.isfinite(total + sum(map(float, pending)))
+
+    def arrays(self) -> PyTree:
+        """Returns the state; `launch` has already read the losses."""
+        return self._state
+
+    def params(self) -> PyTree:
+        """Returns the parameters, as a plain pytree."""
+        return self._state["params"]
+
+
 def trainer_contenders(model: Model, num_devices: int) -> list[JaxContender]:
-    """Returns `fit`, `fit` with 16 steps per launch, and the hand-written loop."""
+    """Returns `fit`, `fit` with 16 steps per launch, and the hand-written loops."""
     strategy = strategy_over(num_devices)
     return [
         ByTrainer(plan.FIT, model, strategy),
         ByTrainer(plan.FIT_16, model, strategy, 16),
         ByHand(plan.LOOP, model, strategy),
+        InJax(model, num_devices),
     ]

@@ -36,6 +36,7 @@ BATCHES = [
     {"x": RNG.randn(8, D).astype(np.float32), "t": RNG.randint(0, 32, 8).astype(np.int32)}
     for _ in range(3)
 ]
+ROWS = np.random.RandomState(1).randn(8 * N, 128).astype(np.float32)
 DATA = RNG.randn(16, D).astype(np.float32), RNG.randn(16, D).astype(np.float32)
 
 
@@ -241,6 +242,63 @@ def test_model_in_slices_trains_as_mirrored(name):
     for leaf in jax.tree.leaves(state):
         has_axis = any(size and size % N == 0 for size in leaf.shape)
         assert is_sliced(leaf) or leaf.nbytes < 256 or not has_axis
+
+
+def fourier(p, x):
+    def loss(p):
+        return (jnp.abs(jnp.fft.fft(x) @ p["u"] @ p["v"]) ** 2).mean()
+
+    grads = mirror.all_reduce("mean", jax.grad(loss)(p))
+    return jax.tree.map(lambda p, g: p - 0.1 * jnp.conj(g), p, grads)
+
+
+def with_an_empty_array(p, x):
+    def loss(p):
+        hidden = jnp.tanh(jnp.tanh(jnp.tanh(x @ p["u"]) @ p["v"]) @ p["w"])
+        return (hidden**2).mean() + p["empty"].sum()
+
+    grads = mirror.all_reduce("mean", jax.grad(loss)(p))
+    return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads)
+
+
+def with_a_frozen_table(p, x):
+    hidden = jnp.tanh(x @ p["w"])
+    hidden = hidden + p["table"][jnp.arange(8)].astype(jnp.float32)
+    return {**p, "w": p["w"] - mirror.all_reduce("mean", hidden.mean())}
+
+
+def filled(value, dtype=jnp.float32):
+    return jnp.full((128, 128), value, dtype)
+
+
+UNUSUAL = {
+    "complex64": (fourier, {"u": filled(1 / 128 + 0j, None), "v": filled(1 / 64 + 0j, None)}),
+    **{
+        f"an empty array, {shape}": (
+            with_an_empty_array,
+            {**{name: filled(1 / 128) for name in "uvw"}, "empty": jnp.zeros(shape)},
+        )
+        for shape in [(0, 128), (128, 0), (0,)]
+    },
+    **{
+        dtype: (with_a_frozen_table, {"w": filled(1 / 128), "table": filled(1, dtype)})
+        for dtype in ("int4", "uint4", "int2", "float4_e2m1fn", "float8_e5m2", "bool", "int16")
+    },
+}
+
+
+@rows("name", list(UNUSUAL))
+def test_unusual_state_is_gathered_with_its_bits(name):
+    step, state = UNUSUAL[name]
+    found = []
+    for shard in ("none", "model"):
+        strategy = cpu_strategy(N, shard=shard)
+        (x,) = strategy.distribute_dataset([ROWS])
+        result = jax.tree.map(jnp.copy, state)
+        for _ in range(2):
+            result = strategy.run(step, (result, x), donate_argnums=0)
+        found.append(result)
+    assert_close(*found)
 
 
 def test_sums_carried_by_a_loop_are_slices():

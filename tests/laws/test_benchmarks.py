@@ -199,11 +199,13 @@ def test_remaining_tables_show_their_columns():
     staged = suite_tables.staged_table([done("staged", 2, {"wide": times})])
     assert staged.rows[0][1:6] == ["2", "1.000", "1.600", "1.60 [1.60, 1.60]", "BROKEN"]
     epochs = {plan.LOOP: [1.0] * 3, plan.FIT: [1.0] * 3, plan.FIT_16: [0.8] * 3}
+    epochs[plan.JIT_LOOP] = [2.0] * 3
     trainer = suite_tables.trainer_table([done("trainer", 1, {"small": epochs, "leaves": epochs})])
     assert [(row["T1"], row["T2"]) for row in as_rows(trainer)] == [
         ("holds", "BROKEN"),
         ("holds", ""),
     ]
+    assert as_rows(trainer)[0]["fit / jit loop"] == "0.50 [0.50, 0.50]"
 
 
 def test_first_call_table_takes_the_minimum_and_judges_lowering_and_devices():

@@ -200,8 +200,8 @@ def predicts_in_a_callback() -> list[Work]:
 
 def evaluates_in_threads() -> list[Work]:
     strategy = strategy_on()
-    trainer = trainer_on(strategy)
-    return [fits(trainer), *[lambda: trainer.evaluate([BATCH])] * 3]
+    other = trainer_on(strategy)  # that of `fit` may be used by the thread of `fit` only
+    return [fits(trainer_on(strategy)), *[lambda: other.evaluate([BATCH])] * 3]
 
 
 def prefetches_and_checks() -> list[Work]:

@@ -616,6 +616,11 @@ RATES = {  # the optimizer that has the rate, and the rate of the last update of
     "schedule": (lambda: optax.sgd(SCHEDULE), SCHEDULE, [0.091, 0.081]),
     "injected": (lambda: optax.inject_hyperparams(optax.sgd)(0.05), None, [0.05, 0.05]),
     "both": (lambda: optax.inject_hyperparams(optax.sgd)(SCHEDULE), None, [0.091, 0.081]),
+    "in several steps": (
+        lambda: optax.MultiSteps(optax.sgd(SCHEDULE), 5).gradient_transformation(),
+        SCHEDULE,
+        [0.099, 0.097],
+    ),
 }
 
 
@@ -626,6 +631,21 @@ def test_learning_rate_follows_its_schedule(subtests, rows):
             tx, schedule, rates = RATES[case]
             history = fit(a_trainer(1, tx()), 2, callbacks.LearningRate(schedule))
             np.testing.assert_allclose(history["learning_rate"], rates, rtol=1e-6)
+
+
+def test_learning_rate_counts_the_updates_of_the_optimizer(two):
+    """Those of earlier trainers too, and not the steps that a loss scale skips."""
+    data = [(np.ones((4, 4), np.float32), np.ones((4, 1), np.float32))] * 10
+    scaled = {"precision": "float16", "loss_scale": mirror.LossScale(2.0**30)}
+    for options in {}, scaled:
+        model = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.sgd(SCHEDULE), wrt=nnx.Param)
+        for _ in range(2):
+            trainer = mirror.Trainer(model, optimizer, "mse", strategy=two, **options)
+            history = fit(trainer, 1, callbacks.LearningRate(SCHEDULE), data=data)
+        count = int(np.asarray(optimizer.step[...]))
+        assert 0 < count < 20 if options else count == 20
+        np.testing.assert_allclose(history["learning_rate"], [SCHEDULE(count - 1)], rtol=1e-6)
 
 
 def test_learning_rate_requires_injected_hyperparameters():

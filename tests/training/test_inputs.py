@@ -265,6 +265,8 @@ def test_data_that_repeats_forever_must_be_limited(make):
     trainer = new()
     with raises(ValueError, names="validation_data", fix="trainer.fit(..., validation_steps="):
         fit(trainer, [(X, Y)], validation_data=make())
+    with raises(ValueError, names="data", fix="trainer.fit(..., steps_per_epoch="):
+        fit(trainer, make())
     assert not weights(trainer).any()
     with raises(ValueError, names="data", fix="trainer.evaluate(itertools.islice(data"):
         trainer.evaluate(make())

@@ -3,7 +3,7 @@
 import copy
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,8 +45,8 @@ def shard_axis(shape: Sequence[int], num_replicas: int) -> int | None:
     a convolution's kernel: it is the last choice.
     """
     start = 1 if len(shape) > 2 else 0
-    axes = (*range(start, len(shape)), *range(start))
-    return next((d for d in axes if shape[d] and shape[d] % num_replicas == 0), None)
+    axes = (*range(start, len(shape)), *range(start)) if 0 not in shape else ()
+    return next((d for d in axes if shape[d] % num_replicas == 0), None)
 
 
 def stored_axis(aval: Any, num_replicas: int, min_bytes: float) -> int | None:
@@ -316,22 +316,31 @@ class ReplicaDevices:
         buffer while the transfer is still in progress.
         """
         array = value if isinstance(value, jax.Array) else np.array(value)
-        if self.spans_processes:
-            return self._stack_here(array)
         if self.are_mixed:
             return UnstackedArrays(list(map(move, array, self.devices)))
+        if isinstance(array, np.ndarray):
+            return self._stack_rows(array.shape, array.__getitem__)
+        if self.spans_processes:
+            return self._stack_here(array)
         rows = jax.device_put(array, self.stacked)
         # JAX reuses the buffers of rows that are already in place, and they may be donated.
-        is_in_place = isinstance(array, jax.Array) and array.sharding.is_equivalent_to(
-            self.stacked, array.ndim
-        )
+        is_in_place = array.sharding.is_equivalent_to(self.stacked, array.ndim)
         return jnp.copy(rows) if is_in_place else rows
 
     def stack_local(self, rows: np.ndarray) -> Array:
         """Returns a stacked array, of which this process has the rows of its own replicas."""
-        count = self.replicas_per_device
-        pieces = [rows[i * count : (i + 1) * count] for i in range(len(self.local_devices))]
-        return self._join(self.stacked, (len(self), *rows.shape[1:]), pieces)
+        rows, count = np.array(rows), self.replicas_per_device
+        starts = {id_: i * count for i, id_ in enumerate(self.local_ids[::count])}
+
+        def of_device(index: tuple[slice, ...]) -> np.ndarray:
+            start = starts[index[0].start or 0]
+            return rows[start : start + count]
+
+        return self._stack_rows((len(self), *rows.shape[1:]), of_device)
+
+    def _stack_rows(self, shape: tuple[int, ...], rows: Callable[[Any], np.ndarray]) -> Array:
+        """Stacks host rows, which nobody changes: in a quarter to a half of `device_put`'s time."""
+        return jax.make_array_from_callback(shape, self.stacked, rows)
 
     def _mirror_here(self, value: Array | np.ndarray | np.generic | float) -> Array:
         """Mirrors a value that every process has: each copies it to its own devices.
@@ -352,9 +361,9 @@ class ReplicaDevices:
         """A program that mirrors numbers, and keeps their weak types, which joined arrays lose."""
         return jax.jit(lambda number: number, out_shardings=self.mirrored)
 
-    def _stack_here(self, array: Array | np.ndarray) -> Array:
+    def _stack_here(self, array: Array) -> Array:
         """Stacks rows that every process has: each copies its own rows to its devices."""
-        if isinstance(array, jax.Array) and is_remote(array):
+        if is_remote(array):
             if array.sharding.is_equivalent_to(self.stacked, array.ndim):
                 return jnp.copy(array)
             array = local_copy(array)

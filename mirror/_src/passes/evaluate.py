@@ -259,12 +259,20 @@ def _after(value: Array, earlier: Sequence[Array], zero: Any) -> Array:
     stays alive until the gradient. There, the bits are combined by OR with bits of the other
     values, of which an AND with an unknown 0 leaves none.
     """
-    if zero is None or value.dtype == jnp.bool_ or value.dtype.itemsize > 8:
+    if zero is None or value.dtype == jnp.bool_:
         return jax.lax.optimization_barrier((value, *earlier))[0]
+    if jnp.issubdtype(value.dtype, jnp.complexfloating):
+        return jax.lax.complex(_after(value.real, earlier, zero), value.imag)
     none = functools.reduce(jax.lax.bitwise_or, map(_some_bits, earlier)) & zero
-    bits = jnp.dtype(f"uint{8 * value.dtype.itemsize}")
+    bits = _unsigned(value.dtype)
     cast = jax.lax.bitcast_convert_type
     return cast(cast(value, bits) | none.astype(bits), value.dtype)
+
+
+def _unsigned(dtype: Any) -> Any:
+    """Returns the unsigned integers of as many bits; a number may have fewer than 8."""
+    info = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
+    return jnp.dtype(f"uint{info(dtype).bits}")
 
 
 def _some_bits(value: Array) -> Array:
@@ -274,8 +282,7 @@ def _some_bits(value: Array) -> Array:
     if jnp.issubdtype(element.dtype, jnp.complexfloating):
         element = jax.lax.real(element)
     if jnp.issubdtype(element.dtype, jnp.floating):
-        bits = jnp.dtype(f"int{8 * element.dtype.itemsize}")
-        element = jax.lax.bitcast_convert_type(element, bits)
+        element = jax.lax.bitcast_convert_type(element, _unsigned(element.dtype))
     return element.astype(jnp.int32)
 
 

@@ -436,6 +436,8 @@ class Trainer(Generic[M]):
             shuffle=shuffle,
             seed=seed,
         )
+        if steps_per_epoch is None:
+            require_end("data", training, "Pass trainer.fit(..., steps_per_epoch=100).")
         validation = Validation(held_out, validation_steps)
         distributed = self._distributed(training)
         if self._micro_batch is not None:

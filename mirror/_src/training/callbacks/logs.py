@@ -1,6 +1,7 @@
 """Callbacks that log: CSV files, TensorBoard, functions, the learning rate and profiles."""
 
 import csv
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -254,11 +255,14 @@ class LearningRate(Callback):
         logs["learning_rate"] = self._rate(fit)
 
     def _rate(self, fit: FitLoop) -> float:
+        optimizer = fit.trainer.optimizer
+        find = functools.partial(optax.tree_utils.tree_get_all_with_path, optimizer.opt_state)
         if self._schedule is not None:
-            return float(np.asarray(self._schedule(max(fit.position.step - 1, 0))))
-        rates = optax.tree_utils.tree_get_all_with_path(
-            fit.trainer.optimizer.opt_state, "learning_rate"
-        )
+            # Not the steps of `fit`: a loss scale skips updates, and `optax.MultiSteps` joins them.
+            counts = find("gradient_step")
+            count = int(np.asarray((counts[0][1] if counts else optimizer.step)[...]))
+            return float(np.asarray(self._schedule(max(count - 1, 0))))
+        rates = find("learning_rate")
         if not rates:
             raise ValueError(
                 "The optimizer's state does not contain learning_rate. Pass the schedule, "
