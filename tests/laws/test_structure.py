@@ -77,16 +77,16 @@ def test_imports_have_no_cycles():
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
     "base": Size(998, 24, 14),
-    "devices": Size(2129, 25, 26),
+    "devices": Size(2136, 25, 26),
     "cluster": Size(1099, 9, 20),
     "jaxprs": Size(3088, 25, 30),
-    "passes": Size(2597, 21, 34),
-    "engine": Size(5262, 56, 69),
+    "passes": Size(2601, 21, 34),
+    "engine": Size(5261, 56, 69),
     "inspection": Size(2122, 17, 23),
     "data": Size(1501, 14, 28),
     "keras": Size(511, 7, 7),
     "strategy": Size(997, 8, 8),
-    "training": Size(5523, 37, 67),
+    "training": Size(5569, 38, 67),
     "ps": Size(4004, 20, 81),
     "tools": Size(3172, 41, 33),
 }

@@ -339,7 +339,7 @@ class ReplicaDevices:
         return self._stack_rows((len(self), *rows.shape[1:]), of_device)
 
     def _stack_rows(self, shape: tuple[int, ...], rows: Callable[[Any], np.ndarray]) -> Array:
-        """Stacks host rows, which nobody changes: in a quarter to a half of `device_put`'s time."""
+        """Stacks host rows that do not change, in a third to half of the time of `device_put`."""
         return jax.make_array_from_callback(shape, self.stacked, rows)
 
     def _mirror_here(self, value: Array | np.ndarray | np.generic | float) -> Array:

@@ -89,6 +89,7 @@ def predictions(
     """
     rows, running = list[PyTree](), deque[Any]()
     for launch in whole_pass(data):
+        check.warn_of_training_mode(step, model, launch)
         (padded,) = check.without_padding(step, model, launch)
         results = strategy.run(step, (model, padded.batch, padded.mask))
         running.append(gathered(strategy._runner, (results, padded.mask)))

@@ -2,11 +2,13 @@
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
 import numpy as np
+from flax import nnx
 
 from mirror._src.base.errors import counted
 from mirror._src.base.naming import depth_of_user, name_of
@@ -14,9 +16,12 @@ from mirror._src.base.source_lines import on_behalf_of, users_function
 from mirror._src.base.types import PyTree
 from mirror._src.data.padded import PaddedBatch
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
+from mirror._src.jaxprs.equations import equations
+from mirror._src.jaxprs.primitives import SAMPLER
 from mirror._src.jaxprs.row_facts import NO_ROWS, Place, row
 from mirror._src.jaxprs.rows import find_rows
 from mirror._src.strategy.strategy import Strategy
+from mirror._src.training.modes import evidence_of, message_of, mode_argument
 
 Step = Callable[..., Any]
 """Step `(model, batch, mask)` that returns what is computed for the examples."""
@@ -54,6 +59,7 @@ class RowCheck:
         self._separate: set[Any] = set()
         self._known: list[tuple[Any, Mixing]] = []
         self._warned: set[str] = set()
+        self._in_modes = weakref.WeakSet[Step]()
 
     def require_separate_pieces(self, step: Step, model: Any, padded: PaddedBatch) -> None:
         """Checks that rows of one piece do not depend on rows of others; once for each shape.
@@ -145,6 +151,30 @@ class RowCheck:
         if size % (_shape(padded)[0] * num_pieces):
             last = padded._replace(num_batches=1, num_examples=size, first=0, sizes=(size,))
             self.without_padding(step, model, last, num_pieces, changes_state=True)
+
+    def warn_of_training_mode(self, step: Step, model: nnx.Module, padded: PaddedBatch) -> None:
+        """Warns if an evaluation is in training mode, because the model's call has it as argument.
+
+        Args:
+            step: The evaluation. It is checked once.
+            model: First argument of the step.
+            padded: A batch.
+        """
+        if step in self._in_modes:
+            return
+        self._in_modes.add(step)
+        named = mode_argument(model)
+        if named is None:
+            return
+        mixing = self._mixing(step, model, padded)
+        arguments = model, padded.batch, padded.mask
+        program = self._strategy._runner.traced(step, arguments, {})[1].jaxpr
+        evidence = evidence_of(
+            samples=any(eqn.primitive.name in SAMPLER for eqn in equations(program.jaxpr)),
+            has_statistics=any(place.is_statistics for place in mixing.mixed),
+        )
+        if evidence:
+            self._warn("mode", message_of(*named, evidence))
 
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._warned:

@@ -510,6 +510,7 @@ class Trainer(Generic[M]):
         with self._watched(), self._using("evaluate"):
             batches = whole_pass(distributed, most=most, inspect=self._objective.inspect)
             for count, batch in enumerate(batches, 1):
+                self._rows.warn_of_training_mode(self._evaluated_examples, model, batch)
                 (padded,) = self._rows.without_padding(self._evaluated_examples, model, batch)
                 arguments = (model, padded.batch, padded.mask)
                 sums = self._local.run(step, arguments)
