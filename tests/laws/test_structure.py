@@ -77,7 +77,7 @@ def test_imports_have_no_cycles():
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
     "base": Size(998, 24, 14),
-    "devices": Size(2136, 25, 26),
+    "devices": Size(2138, 25, 26),
     "cluster": Size(1099, 9, 20),
     "jaxprs": Size(3088, 25, 30),
     "passes": Size(2601, 21, 34),

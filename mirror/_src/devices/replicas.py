@@ -15,7 +15,7 @@ from mirror._src.base.dtypes import num_bytes
 from mirror._src.base.types import REPLICA_AXIS, Array
 from mirror._src.devices.backend import names, type_of
 from mirror._src.devices.described import is_described
-from mirror._src.devices.transfer import NoMesh, is_remote, local_copy, move
+from mirror._src.devices.transfer import NoMesh, is_remote, is_tracing, local_copy, move
 from mirror._src.devices.unstacked import UnstackedArrays
 
 
@@ -318,13 +318,15 @@ class ReplicaDevices:
         array = value if isinstance(value, jax.Array) else np.array(value)
         if self.are_mixed:
             return UnstackedArrays(list(map(move, array, self.devices)))
-        if isinstance(array, np.ndarray):
+        if isinstance(array, np.ndarray) and not is_tracing():  # there, arrays are only types
             return self._stack_rows(array.shape, array.__getitem__)
         if self.spans_processes:
             return self._stack_here(array)
         rows = jax.device_put(array, self.stacked)
         # JAX reuses the buffers of rows that are already in place, and they may be donated.
-        is_in_place = array.sharding.is_equivalent_to(self.stacked, array.ndim)
+        is_in_place = isinstance(array, jax.Array) and array.sharding.is_equivalent_to(
+            self.stacked, array.ndim
+        )
         return jnp.copy(rows) if is_in_place else rows
 
     def stack_local(self, rows: np.ndarray) -> Array:
@@ -361,9 +363,9 @@ class ReplicaDevices:
         """A program that mirrors numbers, and keeps their weak types, which joined arrays lose."""
         return jax.jit(lambda number: number, out_shardings=self.mirrored)
 
-    def _stack_here(self, array: Array) -> Array:
+    def _stack_here(self, array: Array | np.ndarray) -> Array:
         """Stacks rows that every process has: each copies its own rows to its devices."""
-        if is_remote(array):
+        if isinstance(array, jax.Array) and is_remote(array):
             if array.sharding.is_equivalent_to(self.stacked, array.ndim):
                 return jnp.copy(array)
             array = local_copy(array)
