@@ -448,8 +448,9 @@ def test_add_n_in_a_scope_is_mirrored(two):
     free = jnp.full(3, 2.0)
     with two.scope():
         x = jnp.ones(3)
-        two_on_host = [np.ones(3, np.float32)] * 2
-        for values in ([x, x], [x, on(0)], [on(5), on(6)], two_on_host, [on(5, 2.0)], [free]):
+        on_host = np.ones(3, np.float32)
+        several = [x, x], [x, on(0)], [on(5), on(6)], [x, on_host], [on_host, on_host]
+        for values in (*several, [on(5, 2.0)], [free]):
             total = mirror.add_n(values)
             np.testing.assert_array_equal(total, [2, 2, 2])
             assert place(total) == [0, 1]

@@ -316,12 +316,13 @@ class ReplicaDevices:
         buffer while the transfer is still in progress.
         """
         array = value if isinstance(value, jax.Array) else np.array(value)
-        if self.are_mixed:
-            return UnstackedArrays(list(map(move, array, self.devices)))
-        if isinstance(array, np.ndarray) and not is_tracing():  # there, arrays are only types
+        # In a trace, arrays are only types.
+        if isinstance(array, np.ndarray) and not self.are_mixed and not is_tracing():
             return self._stack_rows(array.shape, array.__getitem__)
         if self.spans_processes:
             return self._stack_here(array)
+        if self.are_mixed:
+            return UnstackedArrays(list(map(move, array, self.devices)))
         rows = jax.device_put(array, self.stacked)
         # JAX reuses the buffers of rows that are already in place, and they may be donated.
         is_in_place = isinstance(array, jax.Array) and array.sharding.is_equivalent_to(

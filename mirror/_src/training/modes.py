@@ -28,14 +28,8 @@ def message_of(name: str, argument: str, evidence: str) -> str:
     """Returns the warning that an evaluation is in training mode."""
     value = "not self.deterministic" if argument in _NEGATED else "self.deterministic"
     return (
-        f"evaluate and predict call {name} in training mode: {evidence}. Its mode is the argument "
-        f"`{argument}`, and model.eval() changes attributes only. Let an attribute of an "
+        f"evaluate and predict call {name} in training mode: it {evidence}. Its mode is the "
+        f"argument `{argument}`, and model.eval() changes attributes only. Let an attribute of an "
         f"nnx.Module decide: self.deterministic = False in __init__, and {argument} = {value} in "
         "__call__, which replaces the argument, or is passed to a Linen module."
     )
-
-
-def evidence_of(*, samples: bool, has_statistics: bool) -> str:
-    """Returns in words how an evaluation shows that it is in training mode; "" if it does not."""
-    found = ["draws random numbers"] * samples + ["uses statistics of the batch"] * has_statistics
-    return f"it {' and '.join(found)}" if found else ""

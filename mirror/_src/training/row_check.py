@@ -21,7 +21,7 @@ from mirror._src.jaxprs.primitives import SAMPLER
 from mirror._src.jaxprs.row_facts import NO_ROWS, Place, row
 from mirror._src.jaxprs.rows import find_rows
 from mirror._src.strategy.strategy import Strategy
-from mirror._src.training.modes import evidence_of, message_of, mode_argument
+from mirror._src.training.modes import message_of, mode_argument
 
 Step = Callable[..., Any]
 """Step `(model, batch, mask)` that returns what is computed for the examples."""
@@ -169,12 +169,13 @@ class RowCheck:
         mixing = self._mixing(step, model, padded)
         arguments = model, padded.batch, padded.mask
         program = self._strategy._runner.traced(step, arguments, {})[1].jaxpr
-        evidence = evidence_of(
-            samples=any(eqn.primitive.name in SAMPLER for eqn in equations(program.jaxpr)),
-            has_statistics=any(place.is_statistics for place in mixing.mixed),
-        )
+        evidence = []
+        if any(eqn.primitive.name in SAMPLER for eqn in equations(program.jaxpr)):
+            evidence.append("draws random numbers")
+        if any(place.is_statistics for place in mixing.mixed):
+            evidence.append("uses statistics of the batch")
         if evidence:
-            self._warn("mode", message_of(*named, evidence))
+            self._warn("mode", message_of(*named, " and ".join(evidence)))
 
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._warned:

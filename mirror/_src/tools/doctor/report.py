@@ -20,7 +20,7 @@ _VARIABLES = (
     # Not all of `TF_`, which Terraform uses too, for secrets among others.
     *("TF_CONFIG", "TF_CPP_", "TF_FORCE_GPU_", "TF_GPU_", "TF_XLA_"),
 )
-_CONSTANT = re.compile("NVIDIA_REQUIRE_")  # of container images: 2,000 characters
+_CONSTANT = "NVIDIA_REQUIRE_"  # of container images: 2,000 characters
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 _HOMES = re.compile(r"(?<=/home/|Users/)[^/\s:,;'\"|`]+")
@@ -53,7 +53,8 @@ def format_report(
 
 def variables(environment: Mapping[str, str]) -> list[tuple[str, str]]:
     """Returns the variables that configure JAX, XLA and CUDA; hides the values of secrets."""
-    names = sorted(n for n in environment if n.startswith(_VARIABLES) and not _CONSTANT.match(n))
+    names = sorted(name for name in environment if name.startswith(_VARIABLES))
+    names = [name for name in names if not name.startswith(_CONSTANT)]
     return [(n, "(hidden)" if _SECRET.search(n) else environment[n] or '""') for n in names]
 
 
