@@ -84,17 +84,13 @@ class Turns(OnDevice):
             summed: Types of the others, which are added in the order of the tree. This keeps one
                 array per level of the tree, not one per replica.
         """
-        last = self._per_device - 1
+        last, levels = self._per_device - 1, self._sum.depth or 0
 
         def at(i: Any) -> list[Any]:
             i = jnp.minimum(i, last)
             return [jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False) for x in rows.values()]
 
-        def store(stacked: list[Any], results: Sequence[Any], i: Any) -> list[Any]:
-            pairs = zip(stacked, results, strict=True)
-            return [jax.lax.dynamic_update_index_in_dim(s, r, i, 0) for s, r in pairs]
-
-        def turn(i: Any, mine: list[Any]) -> tuple[list[Any], list[Any]]:
+        def turn(i: Any, mine: list[Any], before: list[Any]) -> tuple[list[Any], list[Any]]:
             """Returns the next replica's slices, and this one's results."""
 
             def body(state: Any) -> Any:
@@ -105,40 +101,23 @@ class Turns(OnDevice):
                 # out of the loop.
                 return j + 1, at(i + 1), results
 
-            blank = [jnp.zeros(x.shape, x.dtype) for x in map(_bits_of, (*kept, *summed))]
-            return self._few_times(1, body, (mine, blank))
+            return self._few_times(1, body, (mine, before))
 
-        def node(level: int, i: Any, state: Any) -> Any:
-            """Runs the replicas `i` to `i + 2**level - 1`; returns the state and the sums."""
-            mine, stacked = state
-            if level == 0:
-                mine, results = turn(i, mine)
-                stacked = store(stacked, results[: len(kept)], i)
-                return (mine, stacked), results[len(kept) :]
+        def body(state: Any) -> Any:
+            i, mine, results, stacked, nodes = state
+            mine, results = turn(i, mine, results)
+            pairs = zip(stacked, results, strict=False)
+            stacked = [jax.lax.dynamic_update_index_in_dim(s, r, i, 0) for s, r in pairs]
+            nodes = _joined(i, [*nodes], results[len(kept) :], levels)
+            return i + 1, mine, results, stacked, nodes
 
-            def body(state: Any) -> Any:
-                j, inner, sums = state
-                inner, more = node(level - 1, i + (j << (level - 1)), inner)
-                pairs = zip(sums, more, strict=True)
-                return j + 1, inner, [jnp.where(j == 0, new, add(old, new)) for old, new in pairs]
-
-            blank = [jnp.zeros(aval.shape, aval.dtype) for aval in summed]
-            return self._few_times(2, body, (state, blank))
-
-        empty = [_bits_of(aval) for aval in kept]
-        state = at(0), [jnp.zeros((self._per_device, *x.shape), x.dtype) for x in empty]
-        if summed and self._sum.depth is not None:
-            (_, stacked), sums = node(self._sum.depth, jnp.int32(0), state)
-        else:
-            sums = []
-
-            def body(state: Any) -> Any:
-                i, mine, stacked = state
-                mine, results = turn(i, mine)
-                return i + 1, mine, store(stacked, results, i)
-
-            _, stacked = self._few_times(self._per_device, body, state)
-        return [_unbits(bits, aval) for bits, aval in zip(stacked, kept, strict=True)], sums
+        types = [*map(_bits_of, kept), *summed]
+        blank = [jnp.zeros(x.shape, x.dtype) for x in types]
+        stacked = [jnp.zeros((self._per_device, *x.shape), x.dtype) for x in types[: len(kept)]]
+        nodes = [blank[len(kept) :]] * max(levels, 1)
+        state = at(0), blank, stacked, nodes
+        _, _, stacked, nodes = self._few_times(self._per_device, body, state)
+        return [_unbits(bits, aval) for bits, aval in zip(stacked, kept, strict=True)], nodes[-1]
 
     def _few_times(self, count: int, body: Callable[..., Any], state: tuple[Any, ...]) -> Any:
         """Runs a loop of at most `count` iterations; XLA does not know how many."""
@@ -156,6 +135,35 @@ class Turns(OnDevice):
         body = lambda s: (s[0] + 1, [add_up() for add_up in waiting])  # noqa: E731
         added = iter(self._few_times(1, body, (blank,))[0])
         return [total if isinstance(total, jax.Array) else next(added) for total in totals]
+
+
+def _joined(i: Any, nodes: list[list[Array]], sums: list[Array], levels: int) -> list[list[Array]]:
+    """Adds the sums of a replica to the nodes of the tree that wait for them.
+
+    Args:
+        i: Index of the replica on this device.
+        nodes: The last complete node of each level below the root, then of the root.
+        sums: What the replica contributes.
+        levels: The level of the root.
+    """
+    if not levels:
+        return [sums]
+    top = levels - 1
+    completed = jax.lax.population_count(i ^ (i + 1)) - 1  # the level of the node that is complete
+    for level in range(levels + 1 if sums else 0):
+        at = min(level, top)
+
+        def body(state: Any, level: int = level, below: Any = nodes[:at]) -> Any:
+            # XLA would compute what does not depend on the iteration before the loop.
+            (done, node), total, below = jax.lax.optimization_barrier((state, sums, below))
+            for left in [*below, *([node] if level == levels else [])]:
+                total = list(map(add, left, total))
+            return ~done, total
+
+        # A loop, because XLA:CPU copies all operands of a `cond` (JAX 0.10.2 and 0.12.0.1).
+        is_next = lambda state, level=level: ~state[0] & (completed == level)  # noqa: E731
+        _, nodes[at] = jax.lax.while_loop(is_next, body, (jnp.bool_(False), nodes[at]))
+    return nodes
 
 
 def _is_key(aval: Any) -> bool:
