@@ -488,7 +488,7 @@ print(json.dumps(found))
 MAY_LOOK_INSIDE = (
     *("fuzz/", "mutation/", "jaxprs/", "passes/", "laws/test_structure.py", "support/inside.py"),
     *("cluster/test_ledger.py", "laws/test_passes.py"),
-    *("ps/simulated.py", "ps/recorded.py", "ps/test_schedule.py", "ps/test_conductor.py"),
+    *("ps/simulated.py", "ps/recorded.py", "ps/test_driver.py", "ps/test_driver_thread.py"),
     *("ps/test_placement.py", "ps/test_separable.py"),
     *("ps/stored.py", "ps/test_store.py", "ps/test_buffers.py", "ps/test_wire.py"),
     *("ps/test_rows.py", "ps/test_sparse.py", "ps/local_tables.py"),

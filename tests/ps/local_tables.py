@@ -122,9 +122,7 @@ class Cluster:
 
     def part(self, arguments, part=0, weight_of=None):
         """Returns the reply of a worker."""
-        assignment = Assignment(
-            *(0, self.version, part, self.num_parts, part, 0, self.commit, self.version)
-        )
+        assignment = Assignment(self.version, part, self.num_parts, 0, self.commit, self.version)
         weight = None if weight_of is None else Export(2, [weight_of])
         work = StepWork(Export(0, ["fn"]), Export(1, ["model"]), self.version, weight)
         places = (ArgumentOfStep("model"), ArgumentOfStep("optimizer"))

@@ -89,7 +89,7 @@ class Training:
     def _run(self, arguments, part, num_parts, task, weight_of):
         version = self.version
         task = version if task is None else task
-        assignment = Assignment(0, task, part, num_parts, 0, 0, self.commit, version)
+        assignment = Assignment(task, part, num_parts, 0, self.commit, version)
         weight = Export(next(self.keys), [weight_of])
         work = StepWork(Export(0, ["fn"]), Export(1, ["model"]), version, weight)
         places = (ArgumentOfStep("model"), ArgumentOfStep("optimizer"))

@@ -45,7 +45,7 @@ def happen(cluster: Cluster, generator: random.Random) -> None:
     elif kind == "gone":
         cluster.lose_worker(worker, is_alive=generator.random() < 0.5, is_gone=True)
     elif kind == "server":
-        cluster.lose_server(server, is_noticed=generator.random() < 0.6)
+        cluster.lose_server(server)
     elif kind == "snapshot":
         cluster.request_snapshot()
     elif kind == "error":
@@ -60,6 +60,14 @@ def play(seed: int, events: int = 40, server_class: type[Server] = Server) -> Cl
     """Plays one scenario to its end, and checks it."""
     generator = random.Random(seed)
     cluster = cluster_of(generator, server_class)
+    try:
+        _play(cluster, generator, events)
+    finally:
+        cluster.close()
+    return cluster
+
+
+def _play(cluster: Cluster, generator: random.Random, events: int) -> None:
     pace = generator.choice([1, 4, 12, 24])
     sticky = generator.random()  # how often a process runs on, instead of another one
     for _ in range(events):
@@ -77,4 +85,3 @@ def play(seed: int, events: int = 40, server_class: type[Server] = Server) -> Cl
     cluster.frozen.clear()
     cluster.run(generator.randrange, LIMIT)
     cluster.check_end()
-    return cluster

@@ -1,19 +1,21 @@
-"""A simulated cluster around the scheduler: one small step at a time, in any order.
+"""A simulated cluster around the driver: one small step at a time, in any order.
 
 Servers follow the protocol of the parameter server with integers for weights: the result of a step
 depends on the values that it pulled and on the order of its parts, so a wrong order, a part that is
 applied twice, or a gradient of other values shows in the weights.
 """
 
+import asyncio
 import copy
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-from mirror._src.ps.messages import Assignment
-from tests.ps import recorded as act
+from mirror._src.ps.driver import Driver, Task
+from mirror._src.ps.handles import CancelledError
+from mirror._src.ps.messages import Assignment, LostError, ServerLost
 
 PRIME = (1 << 61) - 1
 LOST = object()
@@ -124,15 +126,27 @@ class Attempt:
     """An assignment that runs on a worker, or on one that is wrongly believed dead."""
 
     assignment: Assignment
-    steps: Iterator[None]
-    process: tuple[int, int] = (0, 0)  # the worker, and how often it was lost before
+    answer: asyncio.Future[Any]
+    process: tuple[int, int]  # the worker, and how often it was lost before
+    steps: Any = None
+
+
+class Value:
+    """The value of a task, which tells the cluster how the task ended."""
+
+    def __init__(self, cluster: "Cluster") -> None:
+        self.cluster, self.task = cluster, None
+
+    def _resolve(self, value: Any = None, error: BaseException | None = None) -> None:
+        how = "canceled" if isinstance(error, CancelledError) else "failed"
+        self.cluster.end(self.task.number, "delivered" if error is None else how, value)
 
 
 class Cluster:
-    """Workers, servers, and an engine that carries out the actions of a scheduler.
+    """Workers and servers, and a driver to which they are the engine.
 
     `choices()` are the small steps that can happen next; calling one makes it happen. Checks of
-    single actions are in `_do`, those of the whole in `check_end`.
+    single calls are in the methods of the engine, those of the whole in `check_end`.
     """
 
     def __init__(
@@ -143,50 +157,80 @@ class Cluster:
         staleness: int | None = 0,
         snapshot_every: int = 0,
         server_class: type[Server] = Server,
-        **options: Any,
     ) -> None:
+        self.num_workers, self.num_servers, self.staleness = workers, servers, staleness
         self.first = [State(value=100 + i) for i in range(servers)]
-        self.scheduler = act.Recorded(
-            workers,
-            staleness=staleness,
-            snapshot_every=snapshot_every,
-            kept=self.first,
-            **{"max_losses": 10**9, **options},
-        )
-        self.num_workers, self.staleness = workers, staleness
         self.snapshot_every = snapshot_every
         self.servers = [server_class(i, staleness) for i in range(servers)]
         for server, state in zip(self.servers, self.first, strict=True):
             server.load(state, 0)
         self.mail: list[deque[Callable[[], None]]] = [deque() for _ in range(servers)]
-        self.news: list[Callable[[], None]] = []  # events that have not reached the scheduler
+        self.news: list[Callable[[], None]] = []  # answers that have not reached the driver
         self.attempts: list[Attempt] = []
         self.believed: dict[int, list[Attempt]] = {}  # what the engine thinks that a worker runs
         self.num_losses = [0] * workers
         self.ready: set[int] = set()
         self.gone: set[int] = set()
-        self.snapshots: dict[int, list[State | None]] = {}
         self.functions: dict[int, str] = {}  # what each task does
         self.ended: dict[int, str] = {}
-        self.delivered: list[act.Deliver] = []
         self.commits: dict[int, tuple[int, int]] = {}  # by step
         self.committed: dict[int, int] = {}  # by task
         self.raised: list[BaseException] = []
         self.must_raise = False
-        self.times: dict[int, list[int]] = {}  # when a task was submitted, and delivered
         self.frozen: list[Any] = []  # attempts and news that take long
-        for worker in range(workers):
-            self.news.append(functools.partial(self._is_ready, worker))
+        self.driver = Driver(self, staleness, snapshot_every)
+        self.driver.max_losses = 10**9
+        self.driver.kept = self.checked = [(None, state, None) for state in self.first]
+        self.loop = asyncio.new_event_loop()
+        self.calls: set[asyncio.Task[None]] = set()  # of the main program
+        self.serving = self.loop.create_task(self.driver.run())
+        self._settle()
+
+    def close(self) -> None:
+        self.serving.cancel()
+        self._settle()
+        self.loop.close()
+
+    def _settle(self) -> None:
+        """Lets the driver run until all of it waits for answers."""
+        self.loop.run_until_complete(self._until_all_wait())
+        if self.serving.done():
+            assert self.serving.cancelled(), self.driver.ended
+            return
+        assert self.driver.ended is None, self.driver.ended
+        self._check_nobody_waits()
+        if self.staleness == 0 and self.driver.kept is not self.checked:
+            self.checked = self.driver.kept
+            assert len({(s.version, tuple(s.steps)) for _, s, _ in self.checked}) == 1
+
+    async def _until_all_wait(self) -> None:
+        await asyncio.sleep(0)
+        while self.loop._ready:
+            await asyncio.sleep(0)
 
     # What users and the world do
 
-    def submit(self, num_parts: int = 1, does: str = "train") -> int:
+    def _call(self, method: Coroutine[Any, Any, Any], then: Callable[[], None] = int) -> None:
+        """Calls the driver as the main program does, and lets it wait."""
+
+        async def call() -> None:
+            error = await method
+            if error is None:
+                then()
+            else:
+                self._raise(error)
+
+        call_task = self.loop.create_task(call())
+        self.calls.add(call_task)
+        call_task.add_done_callback(self.calls.discard)
+        self._settle()
+
+    def submit(self, num_parts: int = 1, does: str = "train") -> None:
         """Schedules a task that does `train`, `raise`, `call` or `call raise`."""
-        number, actions = self.scheduler.submit(num_parts, is_step=does in ("train", "raise"))
-        self.functions[number] = does
-        self.times[number] = [len(self.delivered)]
-        self._do(actions)
-        return number
+        value = Value(self)
+        task = Task("", [()] * num_parts, tuple, does in ("train", "raise"), value)
+        value.task = task
+        self._call(self.driver.submit(task), lambda: self.functions.update({task.number: does}))
 
     def lose_worker(self, worker: int, *, is_alive: bool = False, is_gone: bool = False) -> None:
         """Ends a worker. `is_alive`: it cannot be reached, but continues."""
@@ -194,47 +238,50 @@ class Cluster:
             return
         self.ready.discard(worker)
         self.num_losses[worker] += 1
+        if is_gone:
+            self.gone.add(worker)
         for attempt in self.believed.pop(worker, ()):
             if not is_alive:
                 self.attempts.remove(attempt)
-        if is_gone:
-            self.gone.add(worker)
-            if len(self.gone) == self.num_workers:
-                self.attempts.clear()
-        event = self.scheduler.worker_gone if is_gone else self.scheduler.worker_lost
-        self.news.append(lambda: self._do(event(worker)))
+            self._lose(attempt.answer, worker)
+        if len(self.gone) == self.num_workers:
+            self.attempts.clear()
 
-    def lose_server(self, index: int, *, is_noticed: bool) -> None:
-        """Empties a server, as a restart does. `is_noticed`: the engine is told some time."""
+    def _lose(self, answer: asyncio.Future[Any], index: int) -> None:
+        self.news.append(lambda: answer.done() or answer.set_exception(LostError(index)))
+
+    def lose_server(self, index: int) -> None:
+        """Empties a server, as a restart does."""
         self.servers[index].state = None
-        if is_noticed:
-            incarnation = self.servers[index].incarnation
-            self.news.append(lambda: self._do(self.scheduler.server_lost(incarnation, index)))
 
     def request_snapshot(self) -> None:
         """Requests a snapshot, as a checkpoint does."""
-        self._do(self.scheduler.request_snapshot())
+        self._call(self.driver.take_snapshot())
 
-    def take_error(self) -> BaseException | None:
-        """Raises what `join` would raise."""
-        error = self.scheduler.take_error()
-        if error is not None:
-            assert not self.believed, "an error was raised while something ran"
-            assert self.unsettled == 0, "an error was raised before all tasks had ended"
-            if len(self.gone) < self.num_workers:
-                assert not self.scheduler.is_restoring
-                assert not self.scheduler._must_repeat
-            self.raised.append(error)
-            self.must_raise = False
-        return error
+    def take_error(self) -> None:
+        """Waits for an error, as `done` does."""
+        self._call(self.driver.wait(lambda: True))
+
+    def _raise(self, error: BaseException) -> None:
+        assert not self.believed, "an error was raised while something ran"
+        assert self.unsettled == 0, "an error was raised before all tasks had ended"
+        if len(self.gone) < self.num_workers:
+            assert not self.driver._is_restoring
+            assert not self.driver._must_repeat
+        self.raised.append(error)
+        self.must_raise = False
 
     def load(self, values: list[int], step: int) -> None:
-        """Restores a checkpoint; the engine makes it the kept snapshot."""
-        self.first = [State(value=value, version=step) for value in values]
-        self.commits.clear()
-        self.committed.clear()
-        self.ended.update(dict.fromkeys(self.ended, "replaced"))
-        self._do(self.scheduler.load(step, self.first))
+        """Restores a checkpoint, which the servers return to from then on."""
+        first = [State(value=value, version=step) for value in values]
+
+        def loaded() -> None:
+            self.first = first
+            self.commits.clear()
+            self.committed.clear()
+            self.ended.update(dict.fromkeys(self.ended, "replaced"))
+
+        self._call(self.driver.load([(None, state, None) for state in first]), loaded)
 
     @property
     def unsettled(self) -> int:
@@ -247,11 +294,25 @@ class Cluster:
         first: dict[Any, Attempt] = {}  # a process runs its assignments one after the other
         for attempt in self.attempts:
             first.setdefault(attempt.process, attempt)
-        return [
-            *(lambda a=a: self._advance(a) for a in first.values() if a not in self.frozen),
-            *(mail[0] for mail in self.mail if mail),
-            *(lambda e=e: self._deliver_news(e) for e in self.news if e not in self.frozen),
+        actions: list[Callable[[], Any]] = [
+            *(functools.partial(next, a.steps, None) for a in first.values() if self._moves(a)),
+            *(mail.popleft for mail in self.mail if mail),
+            *(functools.partial(self._hear, each) for each in self.news if self._moves(each)),
         ]
+        return [functools.partial(self._do, action) for action in actions]
+
+    def _moves(self, thing: Any) -> bool:
+        return thing not in self.frozen
+
+    def _hear(self, news: Callable[[], None]) -> Callable[[], None]:
+        self.news.remove(news)
+        return news
+
+    def _do(self, action: Callable[[], Any]) -> None:
+        then = action()
+        if then is not None:
+            then()
+        self._settle()
 
     def freeze(self, pick: Callable[[int], int]) -> None:
         """Makes one attempt, or one piece of news, take long: until `thaw`."""
@@ -268,175 +329,133 @@ class Cluster:
             choices[pick(len(choices)) % len(choices)]()
         raise AssertionError(f"work is left after {limit} small steps")
 
-    def _advance(self, attempt: Attempt) -> None:
-        if attempt in self.attempts:
-            next(attempt.steps, None)
-
-    def _deliver_news(self, event: Callable[[], None]) -> None:
-        self.news.remove(event)
-        event()
-
-    def _is_ready(self, worker: int) -> None:
-        if worker not in self.gone:
-            self.ready.add(worker)
-            self._do(self.scheduler.worker_ready(worker))
-
-    def _answer(self, attempt: Attempt, event: Callable[..., list[Any]], *args: Any, **kw: Any):
-        """Sends the answer of a worker; also that of a worker believed dead arrives."""
+    def _answer(self, attempt: Attempt, reply: Any) -> None:
+        """Sends the answer of a worker; also that of a worker believed dead may arrive."""
         self.attempts.remove(attempt)
-        worker = attempt.assignment.worker
+        worker, _ = attempt.process
         if attempt in self.believed.get(worker, ()):
             self.believed[worker].remove(attempt)
             if not self.believed[worker]:
                 del self.believed[worker]
-        self._do(event(attempt.assignment.number, *args, **kw))
+        if not attempt.answer.done():
+            attempt.answer.set_result(reply)
 
     def _work(self, attempt: Attempt) -> Iterator[None]:
         """Runs an assignment, with other things between any two of its calls."""
         a, does = attempt.assignment, self.functions[attempt.assignment.task]
-        scheduler = self.scheduler
         pulled: list[Any] = []
         for server in self.servers:
             yield
             pulled.append(server.pull(a))
             if pulled[-1] is LOST:
                 yield
-                return self._answer(attempt, scheduler.lost_server_in, server.index)
+                return self._answer(attempt, ServerLost(server.index))
         yield
         if "raise" in does and a.part == 0:
-            return self._answer(attempt, scheduler.failed, UserError(a.task))
+            return self._answer(attempt, UserError(a.task))
         if a.step is not None and any(version != a.step for version, _ in pulled):
-            return self._answer(attempt, scheduler.finished, "late")
+            return self._answer(attempt, "late")
         if does in ("train", "raise"):
             values = tuple(value for _, value in pulled)
             for server, (version, _) in zip(self.servers, pulled, strict=True):
                 gradient = gradient_of(a.task, a.part, values, server.index)
                 if server.push(a, version, gradient) is LOST:
                     yield
-                    return self._answer(attempt, scheduler.lost_server_in, server.index)
+                    return self._answer(attempt, ServerLost(server.index))
                 yield
-        return self._answer(attempt, scheduler.finished, (a.task, a.part))
+        return self._answer(attempt, (a.task, a.part))
 
     # The engine
 
-    def _post(self, index: int, message: Callable[[Server], None]) -> None:
-        """Sends a server a message; the messages of the engine keep their order."""
+    async def set_up_worker(self, worker: int) -> int:
+        answer = self.loop.create_future()
 
         def arrive() -> None:
-            self.mail[index].popleft()
-            message(self.servers[index])
+            if worker in self.gone:
+                answer.set_exception(LostError(worker, "gone", is_forever=True))
+            else:
+                self.ready.add(worker)
+                answer.set_result(1)
 
-        self.mail[index].append(arrive)
+        self.news.append(arrive)
+        return await answer
 
-    def _do(self, actions: list[Any]) -> None:
-        for action in actions:
-            getattr(self, f"_on_{type(action).__name__.lower()}")(action)
-        self._check_nobody_waits()
-
-    def _on_start(self, action: act.Start) -> None:
-        assignment = action.assignment
-        worker = assignment.worker
+    async def call_worker(self, worker: int, method: str, assignment: Assignment) -> Any:
         have = [self.functions[a.assignment.task] for a in self.believed.get(worker, ())]
         assert len(have) <= (self.staleness is None), "a worker has one thread"
         assert set(have) <= {"train", "raise"}, "a step waits for a function"
-        attempt = Attempt(assignment, iter(()), (worker, self.num_losses[worker]))
-        attempt.steps = self._work(attempt)
-        if worker in self.ready:  # otherwise the worker has died, and the news are on their way
+        answer = self.loop.create_future()
+        if worker in self.ready:
+            attempt = Attempt(assignment, answer, (worker, self.num_losses[worker]))
+            attempt.steps = self._work(attempt)
             self.believed.setdefault(worker, []).append(attempt)
             self.attempts.append(attempt)
+        else:  # the worker has died
+            self._lose(answer, worker)
+        return await answer
 
-    def _on_commit(self, action: act.Commit) -> None:
-        _, step, task, num_parts = action
-        assert self.commits.setdefault(step, (task, num_parts)) == (task, num_parts)
-        self.committed[task] = num_parts
-        for index in range(len(self.servers)):
-            self._post(index, lambda server: server.commit(*action))
+    def call_server(self, index: int, method: str, *arguments: Any) -> asyncio.Future[Any]:
+        """Sends a server a message; the messages of the engine keep their order."""
+        answer, server = self.loop.create_future(), self.servers[index]
+        if method == "commit":
+            _, step, task, num_parts = arguments
+            assert self.commits.setdefault(step, (task, num_parts)) == (task, num_parts)
+            self.committed[task] = num_parts
 
-    def _on_deliver(self, action: act.Deliver) -> None:
-        self._end(action.task, "delivered")
-        self.delivered.append(action)
-        self.times[action.task].append(len(self.delivered))
-        if self.functions[action.task] in ("train", "raise"):
-            count = len(action.results)
-            assert action.results == tuple((action.task, part) for part in range(count))
+        def arrive() -> None:
+            reply = None
+            if method == "load":
+                _, state, _, incarnation = arguments
+                server.load(state, incarnation)
+            elif server.state is None or (method == "commit" and server.refuses(arguments[0])):
+                self._lose(answer, index)
+                return
+            elif method == "commit":
+                server.commit(*arguments)
+            else:
+                reply = server.snapshot(), None
+            self.news.append(lambda: answer.done() or answer.set_result(reply))
 
-    def _on_fail(self, action: act.Fail) -> None:
-        self._end(action.task, "failed")
-        self.must_raise = True
+        self.mail[index].append(arrive)
+        return answer
 
-    def _on_cancel(self, action: act.Cancel) -> None:
-        self._end(action.task, "canceled")
-
-    def _end(self, task: int, how: str) -> None:
+    def end(self, task: int, how: str, value: Any) -> None:
         assert task not in self.ended, f"task {task} was {self.ended[task]}, and now {how}"
         self.ended[task] = how
-
-    def _on_revive(self, action: act.Revive) -> None:
-        self.news.append(lambda: self._is_ready(action.worker))
-
-    def _on_takesnapshot(self, action: act.TakeSnapshot) -> None:
-        self.snapshots[action.number] = [None] * len(self.servers)
-        incarnation = self.scheduler.incarnation
-        for index in range(len(self.servers)):
-            self._post(index, lambda server: self._collect(action.number, server, incarnation))
-
-    def _collect(self, number: int, server: Server, incarnation: int) -> None:
-        if server.refuses(incarnation):
-            self.news.append(
-                lambda: self._do(self.scheduler.server_lost(incarnation, server.index))
-            )
-            return
-        self.snapshots[number][server.index] = server.snapshot()
-        if None not in self.snapshots[number]:
-            self.news.append(lambda: self._keep(number))
-
-    def _keep(self, number: int) -> None:
-        taken = self.snapshots[number]
-        actions = self.scheduler.snapshot_taken(number, taken)
-        if self.staleness == 0 and self.scheduler.kept is taken:
-            assert len({(s.version, tuple(s.steps)) for s in taken if s is not None}) == 1
-        self._do(actions)
-
-    def _on_restore(self, action: act.Restore) -> None:
-        loaded: set[int] = set()
-        for index, state in enumerate(self.scheduler.kept):
-
-            def load(server: Server, state: State = state) -> None:
-                server.load(state, action.incarnation)
-                loaded.add(server.index)
-                if len(loaded) == len(self.servers):
-                    self.news.append(lambda: self._do(self.scheduler.restored(action.incarnation)))
-
-            self._post(index, load)
+        self.must_raise |= how == "failed"
+        if how == "delivered" and self.functions[task] in ("train", "raise"):
+            assert value == tuple((task, part) for part in range(len(value)))
 
     # Laws
 
     def _check_nobody_waits(self) -> None:
         """A worker that is known to be ready does not wait beside a part that could run."""
-        s = self.scheduler
-        if not s._idle or s.is_restoring or s._loss is not None:
+        d = self.driver
+        is_blocked = d._is_restoring or d._obstacle is not None
+        if is_blocked or all(d._running[worker] for worker in d.ready):
             return
-        assert not s._functions, "a function waits beside an idle worker"
-        if s._awaits_snapshot:
+        assert not d._functions, "a function waits beside an idle worker"
+        if d._awaits_snapshot:
             return
         if self.staleness == 0:
-            assert not any(task.pending for task in s._in_flight.values())
-            assert s._in_flight or not s._steps, "a step waits beside an idle worker"
+            assert not any(task.waiting for task in d._in_flight.values())
+            assert d._in_flight or not d._steps, "a step waits beside an idle worker"
         elif self.staleness is None:
-            assert not s._steps, "a step waits beside an idle worker"
-        elif self.staleness:
-            assert s._in_flight or not s._steps, "all steps wait beside an idle worker"
+            assert not d._steps, "a step waits beside an idle worker"
+        else:
+            assert d._in_flight or not d._steps, "all steps wait beside an idle worker"
 
     def check_end(self) -> None:
         """Checks what must hold when nothing is left to happen."""
         assert not self.unsettled, f"{self.unsettled} tasks have not ended"
         self.take_error()
+        assert not self.calls, "the main program waits"
         assert not self.must_raise, "an error has been lost"
         if any(server.state is None for server in self.servers):
             return  # lost after the last task, or there is no snapshot
-        if len(self.gone) == self.num_workers or self.scheduler._loss is not None:
+        if len(self.gone) == self.num_workers or self.driver._obstacle is not None:
             return
-        assert self.scheduler.is_idle
+        assert self.driver.is_idle
         states = [server.state for server in self.servers]
         delivered = {task for task, how in self.ended.items() if how == "delivered"}
         trained = {task for task in delivered if self.functions[task] in ("train", "raise")}

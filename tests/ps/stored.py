@@ -84,7 +84,7 @@ class StoreServer(Server):
 def check_stores(cluster) -> None:
     """Checks that stores hold, bit for bit, what an undisturbed run gives."""
     for server in cluster.servers:
-        if server.state is None or cluster.scheduler._loss is not None:
+        if server.state is None or cluster.driver._obstacle is not None:
             return
         snapshot = server.store.snapshot()
         if cluster.staleness != 0:

@@ -109,9 +109,9 @@ def test_function_that_ends_its_process_is_an_error(strategy, coordinator):
 
 @pytest.mark.slow
 def test_start_does_not_wait_forever_for_occupied_resources(ray_cluster, monkeypatch, caplog):
-    conductor, _ = inside.waits_for_ray()
-    monkeypatch.setattr(conductor, "_START_SECS", 3.0)
-    monkeypatch.setattr(conductor, "_LINE_SECS", 1.0)
+    driver_thread, _ = inside.waits_for_ray()
+    monkeypatch.setattr(driver_thread, "_START_SECS", 3.0)
+    monkeypatch.setattr(driver_thread, "_LINE_SECS", 1.0)
     total = ray.cluster_resources()["CPU"]
     options = {"ps": 1, "workers": 1, "ps_options": {"num_cpus": total}}
 

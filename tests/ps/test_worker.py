@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 
 import mirror
-from mirror._src.ps.conductor import error_of
+from mirror._src.ps.driver import error_of
 from mirror._src.ps.messages import (
     Assignment,
     Export,
@@ -38,7 +38,7 @@ from tests.support.messages import raises
 
 def test_worker_asks_for_what_was_not_sent():
     training = Training(*create(LOCAL, TX))
-    assignment = Assignment(0, 0, 0, 1, 0, 0, None, 0)
+    assignment = Assignment(0, 0, 1, 0, None, 0)
     for work in (Export(5, None), Export(0, None)):
         assert training.worker.run_function(assignment, work, ((), {})) == NotExported()
     work = StepWork(Export(0, ["fn"]), Export(1, None), 0, None)
@@ -52,7 +52,7 @@ def test_worker_asks_for_what_was_not_sent():
 
 def raised_by(function, *arguments):
     training = Training(*create(LOCAL, TX))
-    assignment = Assignment(0, 0, 0, 1, 0, 0, None, 0)
+    assignment = Assignment(0, 0, 1, 0, None, 0)
     training.worker._exports[9] = function
     training.worker._loads, training.worker._dumps = pickle.loads, pickle.dumps
     raised = training.worker.run_function(
@@ -70,9 +70,7 @@ def each_replica():
 def test_per_replica_result_of_a_function_is_one_of_the_users():
     training = Training(*create(LOCAL, TX), 2)
     training.worker._exports[9] = each_replica
-    reply = training.worker.run_function(
-        Assignment(0, 0, 0, 1, 0, 0, None, 0), Export(9, None), ((), {})
-    )
+    reply = training.worker.run_function(Assignment(0, 0, 1, 0, None, 0), Export(9, None), ((), {}))
     value = as_users(reply.value)
     assert isinstance(value, mirror.PerReplica)
     assert list(map(int, value.values)) == [0, 1]

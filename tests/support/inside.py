@@ -74,7 +74,7 @@ from mirror._src.inspection import memory_report, peers, timing, verify, watch
 from mirror._src.keras import batches as keras_batch_module
 from mirror._src.keras import hooks as keras_hook_module
 from mirror._src.keras import step_function as keras_steps
-from mirror._src.ps import conductor, ray_cluster, server, tethered
+from mirror._src.ps import driver_thread, ray_cluster, server, tethered
 from mirror._src.ps.objects import TrainingObjects
 from mirror._src.ps.sparse import SparseTables
 from mirror._src.ps.strategy import ServerScope
@@ -287,7 +287,7 @@ def servers_and_workers(strategy: object) -> dict[str, list[int]]:
 
 def waits_for_ray() -> tuple[ModuleType, ModuleType]:
     """The modules that wait for processes and for nodes: users cannot set their clocks."""
-    return conductor, ray_cluster
+    return driver_thread, ray_cluster
 
 
 def server_variable(name: str, variables: Any) -> ServerVariable:

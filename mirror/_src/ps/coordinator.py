@@ -100,7 +100,7 @@ class ClusterCoordinator:
             fix = "Pass the function itself: coordinator.schedule(fn, args)."
             raise TypeError(expected("fn", fn, "callable", fix))
         args, kwargs = _require_arguments(args, kwargs)
-        self._served.conductor.raise_error()
+        self._served.thread.raise_error()
         require_no_remote_values((args, kwargs), name_of(fn))
         objects = _objects_in((args, kwargs))
         if not objects:
@@ -140,8 +140,8 @@ class ClusterCoordinator:
         Raises:
             Exception: What a scheduled function raised. Waits until nothing runs any more before.
         """
-        self._served.conductor.raise_error()
-        return self._served.conductor.is_idle
+        self._served.thread.raise_error()
+        return self._served.thread.driver.is_idle
 
     @api_boundary
     def fetch(self, tree: PyTree) -> PyTree:

@@ -1,25 +1,26 @@
 """`RayEngine`, and the actors of the parameter server on Ray: a process per server and worker."""
 
-import functools
+import asyncio
+import contextlib
 import itertools
 import pickle
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
 
 from mirror._src.ps.messages import (
+    Assignment,
     Export,
-    Lost,
+    LostError,
     NotExported,
     NotSetUp,
-    ServerGoneError,
-    ServerSnapshot,
+    StepWork,
     plain,
     received,
     request,
+    require_accepted,
     typed,
 )
 from mirror._src.ps.ray_cluster import Demand, import_ray
@@ -67,7 +68,7 @@ class ServerActor:
         self._index, self._store = index, Store()
         self._definition: tuple[bytes, Any] = b"", None
 
-    def load(self, definition: Pickled, snapshot: Any, incarnation: int, held: Any) -> int:
+    def load(self, definition: Pickled, snapshot: Any, held: Any, incarnation: int) -> int:
         """Replaces everything by a snapshot."""
         if definition.data != self._definition[0]:  # the store compiles each definition
             self._definition = definition.data, loads(definition)
@@ -227,12 +228,22 @@ class RayServers:
         return lambda: [self._get(server, each) for server, each in enumerate(references)]
 
     def _get(self, server: int, reference: Any) -> Any:
-        try:
+        with _errors_of(server):
             return typed(self._ray.get(reference))
-        except self._ray.exceptions.RayTaskError as error:
-            raise error.cause from error
-        except self._ray.exceptions.RayActorError:
-            raise ServerGoneError(server) from None
+
+
+@contextlib.contextmanager
+def _errors_of(index: int) -> Iterator[None]:
+    """Raises what an actor raised, and `LostError` if it has ended."""
+    exceptions = import_ray().exceptions
+    try:
+        yield
+    except exceptions.RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, BaseException) else error) from error
+    except exceptions.RayActorError as error:
+        is_forever = isinstance(error, exceptions.ActorDiedError)
+        reason = str(error).partition("\n")[0]
+        raise LostError(index, reason, is_forever=is_forever) from None
 
 
 def _fetch(reference: Any) -> Any:
@@ -277,74 +288,64 @@ class RayEngine:
         shown = ", ".join(f"{free.get(name, 0):g} of {total[name]:g} {name}" for name in names)
         return f"Free in the Ray cluster: {shown}."
 
-    def set_up_worker(self, worker: int, done: Callable[[Any], None]) -> None:
-        """Tells a worker its servers, as soon as it has been restarted."""
+    async def set_up_worker(self, worker: int) -> int:
+        """Tells a worker its servers, as soon as it has been restarted.
+
+        Returns:
+            The number of its devices.
+        """
         self._require_open()
         self._known[worker] = set()
         method = self._workers[worker].set_up.options(max_task_retries=-1)
-        self._answer(method.remote(self._servers, self._devices_per_worker), worker, done)
+        reference = method.remote(self._servers, self._devices_per_worker)
+        num_devices: int = await _reply(worker, reference)
+        return num_devices
 
-    def call_worker(
-        self, worker: int, method: str, arguments: Sequence[Any], done: Callable[[Any], None]
-    ) -> None:
+    async def call_worker(
+        self,
+        worker: int,
+        method: str,
+        assignment: Assignment,
+        work: Export | StepWork,
+        data: Pickled,
+    ) -> Any:
         """Calls a method of a worker. Ray does not repeat the call if the worker is lost."""
         self._require_open()
-        assignment, work, data = arguments
-        header, references = request(assignment, work, self._known[worker])
-        self._known[worker].update(references)
+        while True:
+            header, references = request(assignment, work, self._known[worker])
+            self._known[worker].update(references)
+            call = self._workers[worker].run.remote
+            reply = await _reply(worker, call(method, header, references, *data))
+            if isinstance(reply, NotSetUp):
+                raise LostError(worker)
+            if not isinstance(reply, NotExported):
+                return typed(reply)
+            self._known[worker].clear()  # it has had many others since
 
-        def answered(reply: Any) -> None:
-            if isinstance(reply, NotExported):  # it has had many others since
-                self._known[worker].clear()
-                self.call_worker(worker, method, arguments, done)
-            else:
-                done(typed(reply))
+    def call_server(self, server: int, method: str, *arguments: Any) -> Awaitable[Any]:
+        """Calls a method of a server at once, and returns what waits for the reply.
 
-        reference = self._workers[worker].run.remote(method, header, references, *data)
-        self._answer(reference, worker, answered)
-
-    def call_servers(
-        self,
-        method: str,
-        arguments: Sequence[Sequence[Any]],
-        done: Callable[[list[Any]], None],
-        *,
-        waits_for_restart: bool = False,
-    ) -> None:
-        """Calls a method of each server with its arguments; `done` gets the list of replies.
-
-        A snapshot is a pair, of which the second is a reference.
+        `load` waits for its restart. The reply of `snapshot` is a pair, whose second is a
+        reference.
         """
         self._require_open()
-        replies: list[Any] = [None] * self.num_servers
-        missing, lock = self.num_servers, threading.Lock()
-
-        def answered(server: int, held: Any, reply: Any) -> None:
-            nonlocal missing
-            with lock:
-                replies[server] = (reply, held) if isinstance(reply, ServerSnapshot) else reply
-                missing -= 1
-                is_last = not missing
-            if is_last:
-                done(replies)
-
-        for server, actor in enumerate(self._servers):
-            call = getattr(actor, method)
-            if waits_for_restart:
-                call = call.options(max_task_retries=-1)
-            if method == "snapshot":
-                reference, held = call.options(num_returns=2).remote(*arguments[server])
-            else:
-                reference, held = call.remote(*arguments[server]), None
-            self._answer(reference, server, functools.partial(answered, server, held))
+        call = getattr(self._servers[server], method)
+        if method == "snapshot":
+            return _both(server, *call.options(num_returns=2).remote())
+        if method == "load":
+            call = call.options(max_task_retries=-1)
+        return _accepted(server, call.remote(*arguments))
 
     def ask_server(self, server: int, method: str, *arguments: Any) -> Any:
-        """Calls a method of one server, and waits for the reply."""
+        """Calls a method of one server, and waits for the reply.
+
+        Raises:
+            LostError: If it has ended, or has no values.
+        """
         self._require_open()
-        return self._reply(
-            lambda: self._ray.get(getattr(self._servers[server], method).remote(*arguments)),
-            server,
-        )
+        with _errors_of(server):
+            reference = getattr(self._servers[server], method).remote(*arguments)
+            return require_accepted(server, self._ray.get(reference))
 
     @property
     def variables(self) -> RayVariables:
@@ -437,20 +438,18 @@ class RayEngine:
             handles.append(remote.remote(index))
         return handles
 
-    def _answer(self, reference: Any, index: int, done: Callable[[Any], None]) -> None:
-        reference.future().add_done_callback(lambda future: done(self._reply(future.result, index)))
 
-    def _reply(self, get: Callable[[], Any], index: int) -> Any:
-        exceptions = self._ray.exceptions
-        try:
-            return get()
-        except exceptions.RayTaskError as error:
-            return error.cause if isinstance(error.cause, BaseException) else error
-        except exceptions.RayActorError as error:
-            is_forever = isinstance(error, exceptions.ActorDiedError)
-            return Lost(index, is_forever, str(error).partition("\n")[0])
-        except BaseException as error:
-            return error
+async def _reply(index: int, reference: Any) -> Any:
+    with _errors_of(index):
+        return await asyncio.wrap_future(reference.future())
+
+
+async def _accepted(server: int, reference: Any) -> Any:
+    return require_accepted(server, await _reply(server, reference))
+
+
+async def _both(server: int, reference: Any, held: Any) -> tuple[Any, Any]:
+    return await _accepted(server, reference), held
 
 
 def _pid(actor: Any) -> int:

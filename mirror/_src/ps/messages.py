@@ -226,22 +226,18 @@ class Assignment(NamedTuple):
     """One part of a task on one worker.
 
     Attributes:
-        number: Names this assignment in the events that answer it; never used twice.
         task: The number of the task.
         part: The index of the part.
         num_parts: The number of parts of the task.
-        worker: The index of the worker.
         incarnation: How often the servers have gone back to a snapshot.
         commit: The last commit of this incarnation, for servers that have not received it yet.
             None for asynchronous steps.
         step: The version of the servers that a synchronous step needs, otherwise None.
     """
 
-    number: int
     task: int
     part: int
     num_parts: int
-    worker: int
     incarnation: int
     commit: Committed | None
     step: int | None
@@ -295,20 +291,6 @@ class Result(NamedTuple):
     value: Any
 
 
-class Lost(NamedTuple):
-    """The answer of a process that has ended.
-
-    Attributes:
-        task: Index of the server or worker.
-        is_forever: Whether it will not be restarted.
-        reason: Why, in words.
-    """
-
-    task: int
-    is_forever: bool
-    reason: str
-
-
 class ServerLost(NamedTuple):
     """A server ended, has no values, or has values of another incarnation."""
 
@@ -341,12 +323,18 @@ class NotExportedError(Exception):
     """An export is missing, and has no reference."""
 
 
-class ServerGoneError(Exception):
-    """A server cannot be reached, or refuses because it has no values of this incarnation."""
+class LostError(Exception):
+    """A server or worker has ended, or a server has no values, or has them of another incarnation.
 
-    def __init__(self, server: int | None) -> None:
-        super().__init__(f"parameter server {server} is lost")
-        self.server = server
+    Args:
+        index: Index of the server or worker, if known.
+        reason: Why, in words.
+        is_forever: Whether it will not be restarted.
+    """
+
+    def __init__(self, index: int | None, reason: str = "", *, is_forever: bool = False) -> None:
+        super().__init__(reason)
+        self.index, self.is_forever = index, is_forever
 
 
 class Servers(Protocol):
@@ -358,10 +346,21 @@ class Servers(Protocol):
         """Calls a method of each server with its arguments, concurrently.
 
         Returns:
-            A function that waits for the replies. It raises `ServerGoneError` if a server cannot be
+            A function that waits for the replies. It raises `LostError` if a server cannot be
             reached.
         """
         ...
+
+
+def require_accepted(server: int, reply: Any) -> Any:
+    """Returns the reply of a server.
+
+    Raises:
+        LostError: If the server has no values, or values of another incarnation.
+    """
+    if isinstance(reply, Rejected) and reply.reason != "late":
+        raise LostError(server if reply.reason == "not loaded" else None, reply.reason)
+    return reply
 
 
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Pulled, Push, Result)}

@@ -1,6 +1,7 @@
 """`ParameterServerStrategy`: variables on parameter servers, gradients from workers."""
 
 import atexit
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +20,9 @@ from mirror._src.cluster.resolvers import ClusterResolver
 from mirror._src.devices import backend
 from mirror._src.engine.scopes import Frame, pop_frame, push_frame
 from mirror._src.ps import ray_cluster
-from mirror._src.ps.conductor import Conductor
+from mirror._src.ps.driver_thread import DriverThread
 from mirror._src.ps.engine import RayEngine
-from mirror._src.ps.messages import Lost
+from mirror._src.ps.messages import LostError
 from mirror._src.ps.objects import TrainingObjects
 from mirror._src.ps.placement import MinSizePartitioner, PartitionerLike, Placement
 from mirror._src.ps.ray_cluster import Connection
@@ -157,10 +158,10 @@ class ParameterServerStrategy(RemoteStrategy):
             self._at_exit = weakref.WeakMethod(self.close)
             atexit.register(_close, self._at_exit)
             self._engine = RayEngine(servers, demands, devices_per_worker)
-            self._conductor = Conductor(
+            self._thread = DriverThread(
                 self._engine, staleness=staleness, snapshot_every=snapshot_every
             )
-            self._conductor.start()
+            self._thread.start()
         except BaseException:
             self.close()
             raise
@@ -168,7 +169,7 @@ class ParameterServerStrategy(RemoteStrategy):
         self._local = OneDeviceStrategy(backend.default_devices()[0])
         self._names = (f"Variable_{i}" for i in itertools.count())
         self._training = ServedTraining(
-            self._conductor,
+            self._thread,
             self._engine,
             is_sync=self.is_sync,
             partitioner=partitioner,
@@ -205,7 +206,7 @@ class ParameterServerStrategy(RemoteStrategy):
     @property
     def devices_per_worker(self) -> int:
         """Number of devices of each worker."""
-        return self._conductor.devices_per_worker
+        return self._thread.driver.devices_per_worker
 
     @property
     def is_sync(self) -> bool:
@@ -266,13 +267,14 @@ class ParameterServerStrategy(RemoteStrategy):
     @api_boundary
     def report(self) -> "ParameterServerReport":
         """Returns where each variable is, how much travels, and what was lost."""
-        statistics = [
-            self._engine.ask_server(server, "statistics") for server in range(self.num_ps)
-        ]
+        statistics: list[dict[str, Any]] = [{} for _ in range(self.num_ps)]
+        for server in range(self.num_ps):
+            with contextlib.suppress(LostError):  # it is being restarted
+                statistics[server] = self._engine.ask_server(server, "statistics")
         return ParameterServerReport(
             self._training.placement,
-            [{} if isinstance(each, Lost) else each for each in statistics],
-            dict(self._conductor.losses),
+            statistics,
+            dict(self._thread.driver.losses),
             self.num_workers,
         )
 
@@ -284,7 +286,7 @@ class ParameterServerStrategy(RemoteStrategy):
             return
         self._is_closed = True
         atexit.unregister(self._at_exit)
-        for part in ("_conductor", "_engine"):
+        for part in ("_thread", "_engine"):
             if part in vars(self):  # not if starting it failed
                 getattr(self, part).close()
         if self._connection is not None:

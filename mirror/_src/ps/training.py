@@ -24,10 +24,19 @@ from mirror._src.inspection.verify import (
     relative_difference,
     variables_of,
 )
-from mirror._src.ps.conductor import Conductor
+from mirror._src.ps.driver import Task
+from mirror._src.ps.driver_thread import DriverThread
 from mirror._src.ps.engine import RayEngine
 from mirror._src.ps.handles import CancelledError, RemoteValue
-from mirror._src.ps.messages import Definition, Export, ModelShare, Result, ServerSnapshot, StepWork
+from mirror._src.ps.messages import (
+    Definition,
+    Export,
+    LostError,
+    ModelShare,
+    Result,
+    ServerSnapshot,
+    StepWork,
+)
 from mirror._src.ps.objects import (
     ModelDefinition,
     TrainingObjects,
@@ -36,7 +45,6 @@ from mirror._src.ps.objects import (
     split_optimizer_state,
 )
 from mirror._src.ps.placement import PartitionerLike, Placement
-from mirror._src.ps.schedule import Task
 from mirror._src.ps.separable import place_separably
 from mirror._src.ps.sparse import KeptRows, SparseTables, split_ids
 from mirror._src.ps.step_data import ArgumentOfStep, as_users, on_host, pickled
@@ -55,7 +63,7 @@ class ServedTraining:
     servers back into them.
 
     Args:
-        conductor: Runs functions and steps.
+        thread: Runs functions and steps.
         engine: Exports the model.
         is_sync: Whether steps are synchronous.
         partitioner: Of the strategy.
@@ -68,14 +76,14 @@ class ServedTraining:
 
     def __init__(
         self,
-        conductor: Conductor,
+        thread: DriverThread,
         engine: RayEngine,
         *,
         is_sync: bool,
         partitioner: PartitionerLike | None,
         tables: SparseTables,
     ) -> None:
-        self.conductor, self.engine, self.is_sync = conductor, engine, is_sync
+        self.thread, self.engine, self.is_sync = thread, engine, is_sync
         self.num_parts = engine.num_workers if is_sync else 1
         self._partitioner, self._tables = partitioner, tables
         self._objects: TrainingObjects | None = None
@@ -124,7 +132,7 @@ class ServedTraining:
         return self._submit(Task("run_part", arguments, join or _single, is_step=True))
 
     def _submit(self, task: Task) -> RemoteValue:
-        self.conductor.submit(task)
+        self.thread.call(self.thread.driver.submit, task)
         return task.value
 
     def export(self, fn: Callable[..., Any]) -> Export:
@@ -141,11 +149,11 @@ class ServedTraining:
             Exception: What one of them raised.
         """
         try:
-            self.conductor.join(timeout)
+            self.thread.join(timeout)
         except TimeoutError:
             raise
         except Exception:
-            if self.conductor.has_lost_values:
+            if self.thread.driver.has_lost_values:
                 self._forget()
             else:
                 self._collect()
@@ -182,20 +190,21 @@ class ServedTraining:
             return
         assert self.placement is not None
         try:
-            snapshots = self.conductor.take_snapshot()
+            self.thread.call(self.thread.driver.take_snapshot)
+            snapshots = self.thread.driver.kept
             if not _have_same_bits(objects.arrays(), self._known):
                 _logger.warning(
                     "The model or optimizer was changed in the main program while steps were "
                     "scheduled. The values of the parameter servers replace the change. Call "
                     "coordinator.join() before changing them."
                 )
-            version = snapshots[0][0].version
-            values = self.placement.join([snapshot.values for snapshot, _ in snapshots])
+            version = snapshots[0][1].version
+            values = self.placement.join([snapshot.values for _, snapshot, _ in snapshots])
             state = join_optimizer_state(
                 objects.optimizer.tx,
                 objects.trained,
                 self.placement,
-                [snapshot.state or {} for snapshot, _ in snapshots],
+                [snapshot.state or {} for _, snapshot, _ in snapshots],
             )
             objects.write(values, state, version)
         except Exception:
@@ -203,7 +212,9 @@ class ServedTraining:
             raise
         self._first, self._num_steps = version, 0
         self._known = objects.arrays()
-        kept = KeptRows(self, self._where(objects, self.placement), [held for _, held in snapshots])
+        kept = KeptRows(
+            self, self._where(objects, self.placement), [held for *_, held in snapshots]
+        )
         for rows in objects.tables.values():
             rows.kept[:] = [kept]
 
@@ -231,19 +242,16 @@ class ServedTraining:
         values = placement.split(objects.read())
         states = split_optimizer_state(tx, objects.trained, placement, objects.read_optimizer())
         kept = self._kept_rows(objects, placement)
-        snapshots = [
-            (ServerSnapshot(own, state), held)
-            for own, state, held in zip(values, states, kept, strict=True)
-        ]
+        what = "`first_rows` of a mirror.ps.ServerTable, or `tx`,"
         definitions = [
-            pickled(
-                self.engine.dumps,
-                Definition(slices, tx, self.is_sync, placement.tables, objects.first_rows),
-                "`first_rows` of a mirror.ps.ServerTable, or `tx`,",
-            )
+            Definition(slices, tx, self.is_sync, placement.tables, objects.first_rows)
             for slices in placement.servers
         ]
-        self.conductor.load(definitions, snapshots, objects.step)
+        snapshots = [
+            (pickled(self.engine.dumps, each, what), ServerSnapshot(own, state, objects.step), held)
+            for each, own, state, held in zip(definitions, values, states, kept, strict=True)
+        ]
+        self.thread.call(self.thread.driver.load, snapshots)
         self.placement, self._objects, self._known = placement, objects, objects.arrays()
         share = ModelShare(objects.definition(), placement, self._tables.functions)
         if self._share is None or not _is_same(share, self._share):  # workers compile each
@@ -287,10 +295,11 @@ class ServedTraining:
         split = split_ids(self.placement, {table: flat})
         while True:
             servers = [server for server, _ in self.placement.holders[table]]
-            parts = [self.engine.ask_server(i, "rows", table, split[i][table]) for i in servers]
-            if all(isinstance(part, np.ndarray) for part in parts):
+            try:
+                parts = [self.engine.ask_server(i, "rows", table, split[i][table]) for i in servers]
                 break
-            self.conductor.take_snapshot()  # recovers servers, or raises
+            except LostError:
+                self.thread.call(self.thread.driver.take_snapshot)  # recovers servers, or raises
         unique = np.concatenate([split[server][table] for server in servers])
         rows: np.ndarray = np.concatenate(parts)[np.searchsorted(unique, flat)]
         return rows.reshape(*np.shape(ids), *rows.shape[1:])

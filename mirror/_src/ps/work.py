@@ -10,16 +10,17 @@ from mirror._src.ps.handles import RunningFunction, running
 from mirror._src.ps.messages import (
     Assignment,
     Export,
+    LostError,
     NotExported,
     NotExportedError,
     Push,
     Raised,
     Rejected,
     Result,
-    ServerGoneError,
     ServerLost,
     Servers,
     StepWork,
+    require_accepted,
 )
 from mirror._src.ps.sparse import ServerIds
 from mirror._src.ps.step_data import as_numpy
@@ -82,8 +83,8 @@ class Worker:
         with self._running():
             try:
                 return self._part(assignment, work, arguments)
-            except ServerGoneError as lost:
-                return ServerLost(lost.server)
+            except LostError as lost:
+                return ServerLost(lost.index)
             except NotExportedError:
                 return NotExported()
             except (Exception, *_ENDS) as error:
@@ -193,10 +194,7 @@ def _is_late(replies: list[Any]) -> bool:
     """Whether a step was committed without this part.
 
     Raises:
-        ServerGoneError: If a server has other values, or none.
+        LostError: If a server has other values, or none.
     """
-    rejected = [(i, reply) for i, reply in enumerate(replies) if isinstance(reply, Rejected)]
-    for server, reply in rejected:
-        if reply.reason != "late":
-            raise ServerGoneError(server if reply.reason == "not loaded" else None)
-    return bool(rejected)
+    accepted = [require_accepted(server, reply) for server, reply in enumerate(replies)]
+    return any(isinstance(reply, Rejected) for reply in accepted)

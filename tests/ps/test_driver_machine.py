@@ -1,4 +1,4 @@
-"""The scheduler under any order of events: deaths, losses, late answers, errors, snapshots."""
+"""The driver under any order of events: deaths, losses, late answers, errors, snapshots."""
 
 import random
 
@@ -67,15 +67,15 @@ class Machine(RuleBasedStateMachine):
             self.cluster.lose_worker(worker, is_alive=is_alive, is_gone=True)
 
     @precondition(lambda self: self.cluster.snapshot_every)
-    @rule(server=st.integers(0, 2), is_noticed=st.booleans())
-    def lose_server(self, server, is_noticed):
-        self.cluster.lose_server(server % len(self.cluster.servers), is_noticed=is_noticed)
+    @rule(server=st.integers(0, 2))
+    def lose_server(self, server):
+        self.cluster.lose_server(server % len(self.cluster.servers))
 
     @precondition(lambda self: not self.cluster.snapshot_every)
-    @rule(server=st.integers(0, 2), is_noticed=st.booleans(), chance=st.integers(0, 5))
-    def lose_server_without_snapshots(self, server, is_noticed, chance):
+    @rule(server=st.integers(0, 2), chance=st.integers(0, 5))
+    def lose_server_without_snapshots(self, server, chance):
         if chance == 0:
-            self.cluster.lose_server(server % len(self.cluster.servers), is_noticed=is_noticed)
+            self.cluster.lose_server(server % len(self.cluster.servers))
 
     @rule()
     def request_snapshot(self):
@@ -101,9 +101,12 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "cluster"):
-            self.cluster.frozen.clear()
-            self.cluster.run(random.Random(0).randrange, LIMIT)
-            self.cluster.check_end()
+            try:
+                self.cluster.frozen.clear()
+                self.cluster.run(random.Random(0).randrange, LIMIT)
+                self.cluster.check_end()
+            finally:
+                self.cluster.close()
 
 
 def run_machine(examples: int, steps: int, *, derandomize: bool = True) -> None:
