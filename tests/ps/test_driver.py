@@ -248,7 +248,8 @@ def test_old_answers_about_servers_are_ignored(ready):
     driver.submit(1, is_step=True)
     assert TakeSnapshot() in driver.finished(0, "a")
     assert driver.server_fails("commit") == []  # as soon as the snapshot has failed too
-    assert driver.snapshot_taken() == [Restore(1)]
+    assert driver.snapshot_taken("too late") == [Restore(1)]
+    assert driver.driver.kept[0][2] is None
     assert driver.server_fails("load") == [Restore(2)]  # lost again while it was loading
     (start,) = driver.restored()
     assert start.assignment == Assignment(0, 0, 1, 2, None, 0)
