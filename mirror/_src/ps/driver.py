@@ -556,20 +556,24 @@ class Driver:
         name = "A parameter server" if server is None else f"Parameter server {server}"
         is_sync = self._staleness == 0
         progress = f"step {self._version}" if is_sync else f"{self._num_tasks} tasks"
-        if self._snapshot_every and self._num_server_losses <= self.max_losses:
+        if not self._snapshot_every:
+            self._lose(
+                f"{name} was lost after {progress}, and there is no snapshot of its values. Restore"
+                " a checkpoint, or pass `snapshot_every=100` to recover from snapshots."
+            )
+        elif self._num_server_losses > self.max_losses:
+            self._lose(
+                f"{name} was lost after {progress}: {self._num_server_losses} losses without a new"
+                " result. Check the memory of the parameter servers, then restore a checkpoint."
+            )
+        else:
             self.losses["servers"] += 1
             _logger.warning("%s was lost; all servers return to their last snapshot.", name)
             self._restore()
-            return
-        problem = (
-            f": {self._num_server_losses} losses without a new result. Check the memory of the "
-            "parameter servers, then restore a checkpoint."
-            if self._snapshot_every
-            else ", and there is no snapshot of its values. Restore a checkpoint, or pass "
-            "`snapshot_every=100` to recover from snapshots."
-        )
-        # Training ends: only `load` can give the servers values.
-        self._obstacle = ParameterServerLostError(f"{name} was lost after {progress}{problem}")
+
+    def _lose(self, message: str) -> None:
+        """Ends training: the servers have no values, and only `load` can give them some."""
+        self._obstacle = ParameterServerLostError(message)
         self._is_restoring = self._is_requested = False
         self._keep(self._obstacle)
         self._steps.clear()
