@@ -1773,8 +1773,8 @@ _OF_PARAMETER_SERVERS = (
     Fault(
         "a part of a lost worker that does not run again",
         f"{_PS}/driver.py",
-        "        if task.losses[part] <= self.max_losses:\n            self._put_back(task, part)\n",
-        "        if task.losses[part] <= self.max_losses:\n",
+        "self.max_losses:\n            self._put_back(task, part)\n            return",
+        "self.max_losses:\n            return",
         ("tests/ps/test_driver.py",),
     ),
     Fault(
@@ -1859,9 +1859,10 @@ _OF_PARAMETER_SERVERS = (
     ),
     Fault(
         "loaded values that share the memory of the snapshot",
-        f"{_PS}/store.py",
-        "jax.numpy.array(buffer) for buffer in trained.pack_np(values)",
-        "jax.numpy.asarray(buffer) for buffer in trained.pack_np(values)",
+        f"{_PS}/messages.py",
+        "            np.concatenate([values[part.leaf].reshape(-1) for part in group])\n",
+        "            values[group[0].leaf].reshape(-1) if len(group) == 1 else "
+        "np.concatenate([values[part.leaf].reshape(-1) for part in group])\n",
         ("tests/ps/test_store.py",),
         likely="may_change_later",
     ),
