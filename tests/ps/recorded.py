@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from mirror._src.ps.driver import Driver, Task
 from mirror._src.ps.handles import CancelledError
-from mirror._src.ps.messages import Assignment, LostError, ServerLost, ServerSnapshot
+from mirror._src.ps.messages import Assignment, LostError, ServerSnapshot
 
 
 class Start(NamedTuple):
@@ -149,7 +149,8 @@ class Recorded:
         return self._answer(self.calls[number][1], error)
 
     def lost_server_in(self, number: int, server: int | None = None) -> list[Any]:
-        return self._answer(self.calls[number][1], ServerLost(server))
+        self.calls[number][1].set_result(LostError(server))  # the worker is well
+        return self._taken()
 
     def snapshot_taken(self, value: Any = None) -> list[Any]:
         return self._answer(self.server["snapshot"], (ServerSnapshot({}), value))

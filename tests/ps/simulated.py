@@ -15,7 +15,7 @@ from typing import Any
 
 from mirror._src.ps.driver import Driver, Task
 from mirror._src.ps.handles import CancelledError
-from mirror._src.ps.messages import Assignment, LostError, ServerLost
+from mirror._src.ps.messages import Assignment, LostError
 
 PRIME = (1 << 61) - 1
 LOST = object()
@@ -349,7 +349,7 @@ class Cluster:
             pulled.append(server.pull(a))
             if pulled[-1] is LOST:
                 yield
-                return self._answer(attempt, ServerLost(server.index))
+                return self._answer(attempt, LostError(server.index))
         yield
         if "raise" in does and a.part == 0:
             return self._answer(attempt, UserError(a.task))
@@ -361,7 +361,7 @@ class Cluster:
                 gradient = gradient_of(a.task, a.part, values, server.index)
                 if server.push(a, version, gradient) is LOST:
                     yield
-                    return self._answer(attempt, ServerLost(server.index))
+                    return self._answer(attempt, LostError(server.index))
                 yield
         return self._answer(attempt, (a.task, a.part))
 

@@ -8,7 +8,7 @@ import pytest
 
 from mirror._src.ps.placement import FixedShardsPartitioner, place
 from mirror._src.ps.separable import place_separably, require_separable, structs
-from mirror._src.ps.sparse import bucket, join_rows, split_ids
+from mirror._src.ps.sparse import bucket, split_ids
 from tests.ps.servers import (
     Servers,
     leaves_of,
@@ -144,9 +144,9 @@ def test_rows_are_pulled():
     ids = {TABLE: np.array([[36, 0], [20, 20]]), "other.table": np.array([], np.int64)}
     by_server = split_ids(servers.placement, ids)
     pulled = [s.pull(0, 0, None, own) for s, own in zip(servers.stores, by_server, strict=True)]
-    found = join_rows(servers.placement, TABLE, [each.rows for each in pulled])
+    found = servers.placement.join([each.rows for each in pulled])[TABLE]
     np.testing.assert_array_equal(found, values[TABLE][[0, 20, 36]])
-    empty = join_rows(servers.placement, "other.table", [each.rows for each in pulled])
+    empty = servers.placement.join([each.rows for each in pulled])["other.table"]
     assert empty.shape == (0, 3)
     dense = [servers.layout(i).unpack(each.trained) for i, each in enumerate(pulled)]
     assert all(TABLE not in each for each in dense)

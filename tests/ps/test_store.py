@@ -108,7 +108,6 @@ def test_pushes_and_commits_that_are_repeated_are_ignored():
     assert contents(store) == contents(other)
     statistics = store.statistics()
     assert (statistics["repeated"], statistics["pushes"], statistics["version"]) == (1, 1, 1)
-    assert statistics["rejected"] == {"late": 2}
 
 
 def test_gradients_of_a_step_that_failed_are_left_out():
@@ -116,11 +115,10 @@ def test_gradients_of_a_step_that_failed_are_left_out():
     store, other = make_store(), make_store()
     for each in (store, other):
         each.push(push_of(1.0, task=4))
-    store.push(push_of(np.nan, task=3))
+    assert store.push(push_of(np.nan, task=3)) == 0
     for each in (store, other):
         each.commit(0, 0, 4, 1)
     np.testing.assert_array_equal(w_of(store), w_of(other))
-    assert store.statistics()["rejected"] == {}
 
 
 def test_a_pull_commits_the_step_before():
@@ -249,8 +247,6 @@ def test_other_incarnations_and_servers_without_state_are_rejected():
     assert empty.push(push_of(1.0)) == Rejected("not loaded")
     assert empty.commit(0, 0, 0, 1) == Rejected("not loaded")
     assert empty.snapshot() == Rejected("not loaded")
-    assert store.statistics()["rejected"] == {"other incarnation": 6}
-    assert empty.statistics()["rejected"] == {"not loaded": 4}
 
 
 OPTIMIZERS = {

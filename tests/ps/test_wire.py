@@ -11,13 +11,11 @@ from mirror._src.ps.messages import (
     Assignment,
     Committed,
     Export,
-    NotExported,
-    NotSetUp,
+    NotExportedError,
     Pulled,
     Push,
     Rejected,
     Result,
-    ServerLost,
     StepWork,
     plain,
     received,
@@ -32,9 +30,6 @@ MESSAGES = [
     Result((1, 2)),
     Result({"a": ("Result", 1, 2.0)}),
     Rejected("late"),
-    NotSetUp(),
-    NotExported(),
-    ServerLost(None),
     7,
 ]
 ASSIGNMENT = Assignment(4, 0, 1, 0, Committed(3, 3, (0, 1)), 4)
@@ -85,7 +80,7 @@ class ForgetfulWorker:
     def remote(self, method, header, references, data):
         self.calls.append((method, sorted(references)))
         reply = Future()
-        reply.set_result(plain(Result(data)) if references else NotExported())
+        reply.set_result(plain(Result(data)) if references else NotExportedError())
         reply.future = lambda: reply
         return reply
 

@@ -45,7 +45,6 @@ from mirror._src.ps.messages import (
     Committed,
     LostError,
     Raised,
-    ServerLost,
     ServerSnapshot,
 )
 
@@ -386,10 +385,10 @@ class Driver:
         """Handles the answer of a worker, unless the task has ended or started again since."""
         self._progress = time.monotonic()
         is_late = task.running.get(assignment.part) is not assignment
-        if isinstance(reply, ServerLost):
+        if isinstance(reply, LostError):  # which the worker returned: of a server
             if not is_late:
                 self._put_back(task, assignment.part)
-            self._server_lost(assignment.incarnation, reply.server)
+            self._server_lost(assignment.incarnation, reply.index)
         elif is_late:
             return
         elif isinstance(reply, Raised):

@@ -14,8 +14,7 @@ from mirror._src.ps.messages import (
     Assignment,
     Export,
     LostError,
-    NotExported,
-    NotSetUp,
+    NotExportedError,
     StepWork,
     plain,
     received,
@@ -151,7 +150,7 @@ class WorkerActor:
             buffers: Their arrays.
         """
         if self._worker is None:
-            return NotSetUp()
+            raise LostError(self._index, "it has been restarted")
         run = getattr(self._worker, method)
         return plain(run(*received(header, references), Pickled(data, buffers)))
 
@@ -316,9 +315,7 @@ class RayEngine:
             self._known[worker].update(references)
             call = self._workers[worker].run.remote
             reply = await _reply(worker, call(method, header, references, *data))
-            if isinstance(reply, NotSetUp):
-                raise LostError(worker)
-            if not isinstance(reply, NotExported):
+            if not isinstance(reply, NotExportedError):
                 return typed(reply)
             self._known[worker].clear()  # it has had many others since
 

@@ -237,12 +237,6 @@ class Result(NamedTuple):
     value: Any
 
 
-class ServerLost(NamedTuple):
-    """A server ended, has no values, or has values of another incarnation."""
-
-    server: int | None
-
-
 class Raised(NamedTuple):
     """The error that the user's function raised.
 
@@ -257,16 +251,8 @@ class Raised(NamedTuple):
     traceback: str
 
 
-class NotSetUp(NamedTuple):
-    """The worker has been restarted and does not know its servers yet."""
-
-
-class NotExported(NamedTuple):
-    """The worker lacks an export whose reference was not sent along."""
-
-
 class NotExportedError(Exception):
-    """An export is missing, and has no reference."""
+    """A worker lacks an export whose reference was not sent along."""
 
 
 class LostError(Exception):

@@ -16,7 +16,7 @@ from mirror._src.devices.transfer import move
 from mirror._src.engine.variable import Variable
 from mirror._src.ps.placement import Leaf, Placement, rows
 from mirror._src.ps.sparse import ServerRows
-from mirror._src.training.checkpoints.files import KeyData
+from mirror._src.training.checkpoints.files import KeyData, on_host
 from mirror._src.training.checkpoints.snapshot import value_of
 
 Path = tuple[Any, ...]
@@ -296,7 +296,7 @@ class TrainingObjects:
     def definition(self) -> ModelDefinition:
         """Returns what a worker builds its copy from."""
         local = {
-            place.name: host_array(value_of(holder))
+            place.name: on_host(value_of(holder))
             for place, (_, holder) in zip(self.places, self._holders, strict=True)
             if place.kind == "local"
         }
@@ -351,15 +351,8 @@ class TrainingObjects:
         self.optimizer.step.set_value(_like(np.asarray(step), self.optimizer.step.get_value()))
 
 
-def host_array(value: Any) -> Any:
-    """Returns an array in NumPy; `KeyData` of a random key."""
-    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return KeyData(str(jax.random.key_impl(value)), np.asarray(jax.random.key_data(value)))
-    return np.asarray(value)
-
-
 def device_array(value: Any) -> Any:
-    """Returns the array of `host_array`'s result."""
+    """Returns the array of the result of `on_host`."""
     if isinstance(value, KeyData):
         return value.keys()
     return jnp.asarray(value)

@@ -42,14 +42,6 @@ def split_ids(placement: Placement, ids: Mapping[str, np.ndarray]) -> list[dict[
     return servers
 
 
-def join_rows(
-    placement: Placement, table: str, parts: Sequence[Mapping[str, np.ndarray]]
-) -> np.ndarray:
-    """Returns what the servers hold of a table's rows, in the order of `np.unique` of the ids."""
-    found = [parts[server][table] for server, _ in placement.holders[table]]
-    return found[0] if len(found) == 1 else np.concatenate(found)
-
-
 def local_ids(table: str, ids: np.ndarray, start: int, stop: int) -> np.ndarray:
     """Returns ids numbered from the first row of a slice, int32.
 
@@ -282,14 +274,11 @@ class TableRows:
                 raise
         return split_ids(self._placement, found)
 
-    def joined(self, parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        """Returns the ids, or the rows, of all servers, in the order of the ids."""
-        return {name: join_rows(self._placement, name, parts) for name in self.names}
-
     def padded_ids(self, ids: ServerIds) -> dict[str, np.ndarray]:
         """Returns the ids of all servers, padded to the length with which a step is compiled."""
         sizes = {name: self._placement.leaves[name].shape[0] for name in self.names}
-        return {name: padded(each, sizes[name]) for name, each in self.joined(ids).items()}
+        joined = self._placement.join(ids)
+        return {name: padded(each, sizes[name]) for name, each in joined.items()}
 
     def padded_rows(
         self, padded_ids: Mapping[str, np.ndarray], rows: Mapping[str, np.ndarray]

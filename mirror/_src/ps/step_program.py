@@ -175,22 +175,6 @@ class Batch(NamedTuple):
     num_ids: tuple[int, ...]
 
 
-class Done(NamedTuple):
-    """Results of a part of a step.
-
-    Attributes:
-        value: What the user's function returned.
-        gradients: The gradients for each server.
-        changes: Changes of the moving variables for each server.
-        table_rows: Ids and gradients of the rows of tables for each server.
-    """
-
-    value: PyTree
-    gradients: list[Buffers]
-    changes: list[Buffers]
-    table_rows: list[dict[str, Any]]
-
-
 @final
 class StepProgram:
     """A training step of the user for one model.
@@ -282,13 +266,19 @@ class StepProgram:
         ]
         self._run(batch, zeros, {}, {}, 0)
 
-    def run(self, batch: Batch, pulled: Sequence[Pulled], ordinal: int) -> Done:
+    def run(
+        self, batch: Batch, pulled: Sequence[Pulled], ordinal: int
+    ) -> tuple[PyTree, list[Buffers], list[Buffers], list[dict[str, Any]]]:
         """Runs the step with the values of the servers.
 
         Args:
             batch: Arguments of this part.
             pulled: What each server returned.
             ordinal: Number of the update.
+
+        Returns:
+            What the user's function returned; and for each server, the gradients, the changes of
+            the moving variables, and ids and gradients of the rows of tables.
 
         Raises:
             ValueError: If the step does not call `optimizer.update` once, changes variables that
@@ -298,7 +288,7 @@ class StepProgram:
         moving = self._placement.join(
             [m.unpack(p.moving) for m, p in zip(self._moving, pulled, strict=True)]
         )
-        table_rows = self._tables.joined([p.rows for p in pulled])
+        table_rows = self._placement.join([p.rows for p in pulled])
         value, packed, outside = self._run(
             batch, [p.trained for p in pulled], table_rows, moving, ordinal
         )
@@ -309,7 +299,7 @@ class StepProgram:
         new = self._read("moving") if moving else {}
         changes = self._placement.split({name: new[name] - moving[name] for name in moving})
         packed_changes = [m.pack_np(c) for m, c in zip(self._moving, changes, strict=True)]
-        return Done(value, gradients, packed_changes, rows_of_tables)
+        return value, gradients, packed_changes, rows_of_tables
 
     def _run(
         self,

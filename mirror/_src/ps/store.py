@@ -150,7 +150,6 @@ class Store:
         self._incarnation = -1
         self._version = 0
         self._counts: collections.Counter[str] = collections.Counter()
-        self._rejected: collections.Counter[str] = collections.Counter()
         self._staleness: collections.Counter[int] = collections.Counter()
 
     def load(
@@ -219,7 +218,7 @@ class Store:
         if commit is not None:
             self._commit(*commit)
         if step is not None and step < self._version:
-            return self._reject("late")
+            return Rejected("late")
         if step is not None and step > self._version:
             raise RuntimeError(
                 f"Step {step} cannot be pulled: this server is at version {self._version}, and the "
@@ -245,7 +244,7 @@ class Store:
         assert self._definition is not None
         is_sync = self._definition.is_sync
         if is_sync and push.based_on < self._version:
-            return self._reject("late")
+            return Rejected("late")
         if push.based_on > self._version:
             raise RuntimeError(
                 f"A gradient for version {push.based_on} was pushed, but this server is at version "
@@ -276,7 +275,7 @@ class Store:
 
     def snapshot(self) -> ServerSnapshot | Rejected:
         """Returns a copy of all that `load` needs, except `held_tables`."""
-        return self._reject("not loaded") if self._definition is None else self._copy(False)
+        return Rejected("not loaded") if self._definition is None else self._copy(False)
 
     def held_tables(self) -> ServerSnapshot | None:
         """Returns a copy of the tables that the main program does not hold; None without any."""
@@ -307,32 +306,26 @@ class Store:
 
     def rows(self, table: str, ids: np.ndarray) -> np.ndarray | Rejected:
         """Returns rows of a table."""
-        return self._reject("not loaded") if self._definition is None else self._rows(table, ids)
+        return Rejected("not loaded") if self._definition is None else self._rows(table, ids)
 
     def statistics(self) -> dict[str, Any]:
         """Returns counts since the process started.
 
         Returns:
-            `version`, `incarnation`, `pulls`, `pushes`, `repeated`, `rejected` (by reason),
+            `version`, `pulls`, `pushes`, `repeated`,
             `staleness` (how many gradients were that many updates old), `bytes_in`, `bytes_out`.
         """
         names = ("pulls", "pushes", "repeated", "bytes_in", "bytes_out")
         return {
             "version": self._version,
-            "incarnation": self._incarnation,
             **{name: self._counts[name] for name in names},
-            "rejected": dict(+self._rejected),  # without zeros
             "staleness": dict(sorted(self._staleness.items())),
         }
 
     def _rejection(self, incarnation: int) -> Rejected | None:
         if self._definition is None:
-            return self._reject("not loaded")
-        return self._reject("other incarnation") if incarnation != self._incarnation else None
-
-    def _reject(self, reason: Any) -> Rejected:
-        self._rejected[reason] += 1
-        return Rejected(reason)
+            return Rejected("not loaded")
+        return Rejected("other incarnation") if incarnation != self._incarnation else None
 
     def _rows(self, table: str, ids: np.ndarray) -> np.ndarray:
         part = self._table(table)

@@ -38,7 +38,6 @@ from mirror._src.ps.messages import (
     StepWork,
 )
 from mirror._src.ps.objects import (
-    ModelDefinition,
     TrainingObjects,
     as_numpy,
     join_optimizer_state,
@@ -48,6 +47,7 @@ from mirror._src.ps.placement import PartitionerLike, Placement
 from mirror._src.ps.separable import place_separably
 from mirror._src.ps.sparse import KeptRows, SparseTables, split_ids
 from mirror._src.ps.step_data import ArgumentOfStep, as_users, on_host, pickled
+from mirror._src.training.checkpoints.files import KeyData
 from mirror._src.training.objective import Sums
 from mirror._src.training.runners import RemoteStrategy, Training, divisor_of, host_batch
 
@@ -314,17 +314,12 @@ def _is_same(a: ModelShare, b: ModelShare) -> bool:
     """Whether workers can use the same program for both."""
     x, y = a.definition, b.definition
     is_same = (x.graphdef, x.places, x.leaves) == (y.graphdef, y.places, y.leaves)
-    return is_same and x.wrt is y.wrt and a.placement == b.placement and _are_equal(x, y)
+    is_same = is_same and x.wrt is y.wrt and a.placement == b.placement
+    return is_same and all(np.array_equal(_bits(x.local[k]), _bits(y.local[k])) for k in x.local)
 
 
-def _are_equal(x: ModelDefinition, y: ModelDefinition) -> bool:
-    pairs = zip(jax.tree.leaves(_data(x)), jax.tree.leaves(_data(y)), strict=True)
-    return all(np.array_equal(a, b) for a, b in pairs)
-
-
-def _data(definition: ModelDefinition) -> dict[str, Any]:
-    """Returns the local arrays, with the data of random keys."""
-    return {name: getattr(value, "data", value) for name, value in definition.local.items()}
+def _bits(value: Any) -> np.ndarray:
+    return value.data if isinstance(value, KeyData) else value
 
 
 def _have_same_bits(a: Sequence[Any], b: Sequence[Any]) -> bool:

@@ -11,13 +11,11 @@ from mirror._src.ps.messages import (
     Assignment,
     Export,
     LostError,
-    NotExported,
     NotExportedError,
     Push,
     Raised,
     Rejected,
     Result,
-    ServerLost,
     Servers,
     StepWork,
     require_accepted,
@@ -72,8 +70,8 @@ class Worker:
                     value = function(*args, **kwargs)
                 value = as_numpy(value)
                 self._dumps(value)  # an error of this function, not of Ray
-            except NotExportedError:
-                return NotExported()
+            except NotExportedError as error:
+                return error
             except (Exception, *_ENDS) as error:
                 return self._raised(error)
             return Result(value)
@@ -83,10 +81,8 @@ class Worker:
         with self._running():
             try:
                 return self._part(assignment, work, arguments)
-            except LostError as lost:
-                return ServerLost(lost.index)
-            except NotExportedError:
-                return NotExported()
+            except (LostError, NotExportedError) as error:
+                return error
             except (Exception, *_ENDS) as error:
                 return self._raised(error)
 
@@ -116,12 +112,11 @@ class Worker:
             arguments = [(assignment.incarnation, assignment.step, commit, own) for own in ids]
             return self._servers.call_all("pull", arguments)
 
-        if assignment.step is not None and not program.has_tables:
-            # The values of a synchronous step do not age while the batch is prepared.
+        must_wait = assignment.step is None or program.has_tables
+        if not must_wait:  # the values of a synchronous step do not age
             pulled_values = pull([{}] * program.num_servers)
-            batch = program.batch(args, kwargs, portion)
-        else:
-            batch = program.batch(args, kwargs, portion)
+        batch = program.batch(args, kwargs, portion)
+        if must_wait:
             if assignment.step is None and program.must_compile(batch):
                 # What is computed with values from before a compilation would be as many updates
                 # late as the other workers make meanwhile.
@@ -130,21 +125,13 @@ class Worker:
         pulled = pulled_values()
         if _is_late(pulled):
             return Result(None)
-        done = program.run(batch, pulled, work.ordinal)
-        value = as_numpy(done.value)
+        result, *parts = program.run(batch, pulled, work.ordinal)
+        value = as_numpy(result)
         weight = 1.0 if weight_of is None else float(weight_of(value))
+        names = assignment.incarnation, assignment.task, assignment.part
         pushes = [
-            Push(
-                incarnation=assignment.incarnation,
-                task=assignment.task,
-                part=assignment.part,
-                based_on=pulled[server].version,
-                weight=weight,
-                gradients=done.gradients[server],
-                changes=done.changes[server],
-                rows=done.table_rows[server],
-            )
-            for server in range(program.num_servers)
+            Push(*names, values.version, weight, *each)
+            for values, each in zip(pulled, zip(*parts, strict=True), strict=True)
         ]
         _is_late(self._servers.call_all("push", [(push,) for push in pushes])())
         return Result(value)
