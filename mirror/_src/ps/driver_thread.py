@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, final
 
+import optax
+
 from mirror._src.ps.driver import Condition, Driver
 from mirror._src.ps.engine import RayEngine
 from mirror._src.ps.handles import CancelledError
@@ -45,7 +47,7 @@ class DriverThread:
         """
         self._thread.start()
         driver, count = self.driver, self._engine.num_servers
-        definition = self._engine.dumps(Definition((), None, self._is_sync))
+        definition = self._engine.dumps(Definition((), optax.identity(), self._is_sync))
         self.call(driver.load, [(definition, ServerSnapshot({}), None)] * count)
         for _ in range(round(_START_SECS / _LINE_SECS)):
             try:

@@ -71,7 +71,7 @@ class Definition(NamedTuple):
     Attributes:
         slices: Its slices, trained and moving.
         tx: The optimizer. It sees nested dicts of this server's trained slices, and the argument
-            `staleness` if it takes extra arguments. `None` if no slice is trained.
+            `staleness` if it takes extra arguments.
         is_sync: Whether pushes wait for the commit of their step.
         tables: Leaves whose touched rows alone are pulled and pushed.
         first_rows: For each `ServerTable`, which the main program does not hold, the function that
@@ -79,10 +79,15 @@ class Definition(NamedTuple):
     """
 
     slices: tuple[Slice, ...]
-    tx: optax.GradientTransformation | None
+    tx: optax.GradientTransformation
     is_sync: bool
     tables: frozenset[str] = frozenset()
     first_rows: Mapping[str, Callable[[int, int], Any]] = {}
+
+    @property
+    def trained(self) -> dict[str, Slice]:
+        """The trained slices by leaf."""
+        return {part.leaf: part for part in self.slices if part.kind == "trained"}
 
 
 class ServerSnapshot(NamedTuple):

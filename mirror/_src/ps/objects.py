@@ -57,6 +57,11 @@ def flatten(tree: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return leaves
 
 
+def structs(leaves: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shape and dtype of each leaf."""
+    return {n: jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype)) for n, x in leaves.items()}
+
+
 def init_structs(
     tx: optax.GradientTransformation, leaves: Mapping[str, Any]
 ) -> tuple[list[tuple[Path, jax.ShapeDtypeStruct]], Any]:
@@ -65,9 +70,8 @@ def init_structs(
     Raises:
         ValueError: If the optimizer cannot be initialized with these leaves alone.
     """
-    structs = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in leaves.items()}
     try:
-        return jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, nest(structs)))
+        state = jax.eval_shape(tx.init, nest(structs(leaves)))
     except Exception as error:
         raise ValueError(
             f"`tx` cannot be initialized with the variables of one parameter server alone, "
@@ -75,6 +79,7 @@ def init_structs(
             "Pass masks and labels of optax as functions of the parameters, not as trees of fixed "
             "structure, or use one server, ps=1."
         ) from error
+    return jax.tree_util.tree_flatten_with_path(state)
 
 
 def owner(path: Path, names: Mapping[str, Any]) -> str | None:
@@ -272,11 +277,8 @@ class TrainingObjects:
     @property
     def trained(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape and dtype of the trained leaves that this program holds, by name."""
-        return {
-            leaf.name: jax.ShapeDtypeStruct(leaf.shape, np.dtype(leaf.dtype))
-            for leaf in self.leaves
-            if leaf.kind == "trained" and leaf.name not in self.tables
-        }
+        here = [leaf for leaf in self.leaves if leaf.name not in self.tables]
+        return structs({leaf.name: leaf for leaf in here if leaf.kind == "trained"})
 
     @property
     def _held(self) -> list[Place]:

@@ -219,12 +219,6 @@ class Placement:
             and self.tables == other.tables
         )
 
-    def __hash__(self) -> int:
-        return hash((self.servers, self.tables))
-
-    def __repr__(self) -> str:
-        return f"Placement(servers={self.servers})"
-
 
 def rows(values: Any, part: Slice) -> Any:
     """Returns the rows of a slice from a leaf, or from anything of the same rows."""

@@ -29,6 +29,7 @@ from mirror._src.ps.objects import (
     nest,
     owner,
     row_owner,
+    structs,
 )
 from mirror._src.ps.placement import Leaf, PartitionerLike, Placement, place
 
@@ -334,11 +335,6 @@ def _traced(
             f"{type(error).__name__}: {error} Parameter servers pass it nothing else."
         ) from error
     return program, state
-
-
-def structs(leaves: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shape and dtype of each leaf."""
-    return {n: jax.ShapeDtypeStruct(x.shape, np.dtype(x.dtype)) for n, x in leaves.items()}
 
 
 def _list(tables: Collection[str]) -> str:

@@ -296,7 +296,7 @@ class StepProgram:
         gradients = [tuple(map(np.asarray, buffers)) for buffers in packed]
         touched = {name: np.asarray(self._optimizer.pushed(name)) for name in self._tables.names}
         rows_of_tables = self._tables.pushed(batch.ids, touched)
-        new = self._read("moving") if moving else {}
+        new = self._read(moving)
         changes = self._placement.split({name: new[name] - moving[name] for name in moving})
         packed_changes = [m.pack_np(c) for m, c in zip(self._moving, changes, strict=True)]
         return value, gradients, packed_changes, rows_of_tables
@@ -324,7 +324,7 @@ class StepProgram:
         self._require_separate(batch, arguments)
         result = self._strategy.run(self._step_for(batch), arguments)
         self._compiled.add(_shapes(batch))
-        require_unchanged(fixed, self._read_local(fixed))
+        require_unchanged(fixed, self._read(fixed))
         _require_one_update(int(self._optimizer.step[...]) - before, name_of(self._fn))
         return result
 
@@ -431,15 +431,7 @@ class StepProgram:
         self._set(changing)
         return {k: v for k, v in local.items() if k not in changing}
 
-    def _read(self, kind: str) -> dict[str, np.ndarray]:
-        held = dict(nnx.to_flat_state(nnx.state(self._model)))
-        return {
-            place.name: np.asarray(value_of(held[place.path]))
-            for place in self._definition.places
-            if place.kind == kind
-        }
-
-    def _read_local(self, names: dict[str, Any]) -> dict[str, Any]:
+    def _read(self, names: Collection[str]) -> dict[str, np.ndarray]:
         if not names:
             return {}
         held = dict(nnx.to_flat_state(nnx.state(self._model)))

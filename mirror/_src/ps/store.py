@@ -80,7 +80,7 @@ Update = Callable[..., tuple[tuple[Array, ...], dict[str, Array], PyTree]]
 
 
 def update_function(
-    tx: optax.GradientTransformation, layout: BufferLayout, tables: Mapping[str, Slice]
+    definition: Definition, layout: BufferLayout, tables: Mapping[str, Slice]
 ) -> Update:
     """Returns the compiled update of the values and the optimizer's state of a server.
 
@@ -94,8 +94,7 @@ def update_function(
     The memory of tables and state is donated. The buffers of values are not, because they are
     handed out as views: it stays at twice the values while an update runs, and no pull copies.
     """
-    tx = optax.with_extra_args_support(tx)
-    trained = {part.leaf: part for part in (*layout.slices, *tables.values())}
+    tx, trained = optax.with_extra_args_support(definition.tx), definition.trained
     paths, _ = init_structs(tx, trained)
     owners = [row_owner(path, struct.shape, tables) for path, struct in paths]
 
@@ -181,9 +180,10 @@ class Store:
         trained = BufferLayout(part for part in dense if part.kind == "trained")
         moving = BufferLayout(part for part in dense if part.kind == "moving")
         with jax.default_device("cpu"):
-            is_new = self._definition is None or self._definition is not definition
-            if is_new:
-                self._update = _update_of(definition, trained, tables)
+            if self._definition is not definition:
+                self._update: Update | None = None
+                if definition.trained:
+                    self._update = update_function(definition, trained, tables)
             state = None if held is None else held.state
             self._state = _initial_state(definition, values, snapshot.state, state)
             self._values = tuple(map(jax.numpy.asarray, trained.pack_np(values)))
@@ -417,25 +417,13 @@ class Store:
         self._staleness[staleness] += 1
 
 
-def _update_of(
-    definition: Definition, layout: BufferLayout, tables: Mapping[str, Any]
-) -> Update | None:
-    has_trained = any(part.kind == "trained" for part in definition.slices)
-    if not has_trained:
-        return None
-    if definition.tx is None:
-        raise ValueError("`tx` must be an optax.GradientTransformation if leaves are trained.")
-    return update_function(definition.tx, layout, tables)
-
-
 def _initial_state(
     definition: Definition, values: Mapping[str, np.ndarray], state: Any, held: Any
 ) -> PyTree:
     """Returns the optimizer's state of a snapshot as arrays of JAX; initializes what it lacks."""
-    trained = {part.leaf: part for part in definition.slices if part.kind == "trained"}
-    if not trained or definition.tx is None:
+    if not definition.trained:
         return None
-    structs, treedef = init_structs(definition.tx, trained)
+    structs, treedef = init_structs(definition.tx, definition.trained)
     found = {**(state or {}), **(held or {})}
     lacking = [path for path, _ in structs if path_text(path) not in found]
     required = [path for path in lacking if owner(path, definition.first_rows) is None]
@@ -446,7 +434,7 @@ def _initial_state(
         )
     if lacking:
         # Copies, because a state may be the values, or one array twice, and it is donated.
-        arrays = {name: jax.numpy.array(values[name]) for name in trained}
+        arrays = {name: jax.numpy.array(values[name]) for name in definition.trained}
         found = {**by_path(definition.tx.init(nest(arrays))), **found}
     leaves = []
     for path, struct in structs:

@@ -14,8 +14,6 @@ from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.types import Array
 from mirror._src.devices.transfer import is_tracing
 
-_OPERATIONS = ("create", "read", "assign", "assign_add", "assign_sub")
-
 
 class Variables(Protocol):
     """Interface that applies operations to variables."""
@@ -42,11 +40,9 @@ class NamedVariables:
             value: The operand, except of `read`.
 
         Raises:
-            ValueError: If the variable or the operation is unknown, or the shape is another one.
+            ValueError: If the variable is unknown, or the shape is another one.
             TypeError: If the operand is not numeric, or its dtype cannot be converted.
         """
-        if operation not in _OPERATIONS:
-            raise ValueError(f"`operation` must be one of {_OPERATIONS}, got {operation!r}.")
         if operation == "create":
             self._create(name, value)
         elif name not in self._values:
