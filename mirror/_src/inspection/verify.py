@@ -190,7 +190,7 @@ def verify(
         restore(captured, saved)
     _, analysis = many.analyzed(fn, *with_objects(arguments.tree, objects))
     rows = [
-        *_compare_results(results, expected_results),
+        *compare_results(results, expected_results),
         *compare_variables(before, after, expected),
     ]
     hint = _shared_key_hint(dict.fromkeys(analysis.notes.shared_samples))
@@ -294,7 +294,8 @@ def compare_variables(
     ]
 
 
-def _compare_results(results: PyTree, expected: PyTree) -> list[Difference]:
+def compare_results(results: PyTree, expected: PyTree) -> list[Difference]:
+    """Returns a row for each leaf of what n replicas and one device have returned."""
     rows = []
     leaves = jax.tree_util.tree_flatten_with_path(results, is_leaf=is_per_replica)[0]
     expected_leaves = jax.tree.leaves(expected, is_leaf=is_per_replica)

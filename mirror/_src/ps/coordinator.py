@@ -168,7 +168,9 @@ class ClusterCoordinator:
         if not callable(dataset_fn):
             fix = "Pass a function that returns the dataset."
             raise TypeError(expected("dataset_fn", dataset_fn, "callable", fix))
-        return PerWorkerDataset(self._served.engine.next_key, self._served.export(dataset_fn))
+        return PerWorkerDataset(
+            self._served.engine.next_key, self._served.engine.export(dataset_fn)
+        )
 
 
 def _require_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -23,6 +23,7 @@ from mirror._src.ps.messages import (
     typed,
 )
 from mirror._src.ps.ray_cluster import Demand, import_ray
+from mirror._src.ps.step_data import pickled
 
 _MAX_EXPORTS = 256
 
@@ -49,9 +50,9 @@ def dumps(value: Any) -> Pickled:
     return Pickled(data, [np.array(buffer.raw(), np.uint8) for buffer in buffers])
 
 
-def loads(pickled: Pickled) -> Any:
+def loads(value: Pickled) -> Any:
     """Returns an object that `dumps` pickled; its arrays can be read-only."""
-    return pickle.loads(pickled.data, buffers=pickled.buffers)
+    return pickle.loads(value.data, buffers=value.buffers)
 
 
 class ServerActor:
@@ -128,7 +129,12 @@ class WorkerActor:
             )
         strategy = MirroredStrategy(devices[:num_devices])
         self._worker = Worker(
-            self._index, RayServers(servers), strategy, loads=loads, dumps=dumps, fetch=_fetch
+            self._index,
+            RayServers(servers),
+            strategy,
+            loads=loads,
+            dumps=dumps,
+            fetch=import_ray().get,
         )
         return strategy.num_replicas_in_sync
 
@@ -245,10 +251,6 @@ def _errors_of(index: int) -> Iterator[None]:
         raise LostError(index, reason, is_forever=is_forever) from None
 
 
-def _fetch(reference: Any) -> Any:
-    return import_ray().get(reference)
-
-
 @final
 class RayEngine:
     """The actors of a parameter server on a cluster of Ray that is connected already.
@@ -360,12 +362,16 @@ class RayEngine:
             self._variables = RayVariables(actor)
         return self._variables
 
-    def export(self, value: Any, pickled: Pickled | None = None) -> Export:
-        """Stores an object for the workers, once, as long as it is used."""
+    def export(self, value: Any, what: str = "") -> Export:
+        """Stores an object for the workers, once, as long as it is used.
+
+        Raises:
+            TypeError: If it cannot be pickled; see `pickled`.
+        """
         self._require_open()
         known = self._exports.get(id(value))
         if known is None:
-            reference = self._ray.put(dumps(value) if pickled is None else pickled)
+            reference = self._ray.put(pickled(dumps, value, what))
             known = value, Export(next(self._keys), [reference])
             self._exports[id(value)] = known
             if len(self._exports) > _MAX_EXPORTS:
@@ -377,13 +383,9 @@ class RayEngine:
         """Returns a number that no other export has."""
         return next(self._keys)
 
-    def is_exported(self, value: Any) -> bool:
-        """Whether `export` returns without pickling."""
-        return id(value) in self._exports
-
-    def loads(self, pickled: Any) -> Any:
+    def loads(self, value: Any) -> Any:
         """Returns what a worker pickled."""
-        return loads(pickled)
+        return loads(value)
 
     def dumps(self, value: Any) -> Any:
         """Pickles an object for a worker."""

@@ -17,11 +17,10 @@ from mirror._src.engine.per_replica import PerReplica
 from mirror._src.inspection.trial_objects import copy_of
 from mirror._src.inspection.verify import (
     CAUSES,
-    Difference,
     VerifyReport,
     checked,
+    compare_results,
     compare_variables,
-    relative_difference,
     variables_of,
 )
 from mirror._src.ps.driver import Task
@@ -99,7 +98,7 @@ class ServedTraining:
     ) -> RemoteValue:
         """Schedules a function that does not train."""
         what = f"the arguments of {name_of(fn)}"
-        arguments = (self.export(fn), pickled(self.engine.dumps, (args, kwargs), what))
+        arguments = (self.engine.export(fn), pickled(self.engine.dumps, (args, kwargs), what))
         return self._submit(Task("run_function", [arguments], _single, is_step=False))
 
     def schedule_step(
@@ -125,7 +124,7 @@ class ServedTraining:
         """
         what = f"the arguments of {name_of(fn)}"
         data = [pickled(self.engine.dumps, on_host(part), what) for part in parts]
-        function = self.export(fn)
+        function = self.engine.export(fn)
         weight = None if weight_of is None else self.engine.export(weight_of)
         work = StepWork(function, *self._prepare(model, optimizer), weight)
         arguments = [(work, each) for each in data]
@@ -134,12 +133,6 @@ class ServedTraining:
     def _submit(self, task: Task) -> RemoteValue:
         self.thread.call(self.thread.driver.submit, task)
         return task.value
-
-    def export(self, fn: Callable[..., Any]) -> Export:
-        """Stores a function of the user for the workers, once."""
-        if self.engine.is_exported(fn):
-            return self.engine.export(fn)
-        return self.engine.export(fn, pickled(self.engine.dumps, fn))
 
     def join(self, timeout: float | None = None) -> None:
         """Waits until all has ended, and writes the values of the servers into the objects.
@@ -258,7 +251,7 @@ class ServedTraining:
             for name, function in share.id_functions.items():
                 pickled(self.engine.dumps, function, f"sparse[{name!r}]")
             self._share = share
-        self._export = self.engine.export(self._share)
+        self._export = self.engine.export(self._share, "the model")
         self._first, self._num_steps = objects.step, 0
 
     def _kept_rows(self, objects: TrainingObjects, placement: Placement) -> list[Any]:
@@ -448,14 +441,10 @@ class ServedSteps:
                 nnx.update(mine, nnx.state(old))
         row = functools.partial(jax.tree.map, lambda x: PerReplica([x]))
         expected = self._local.run(self._training.step, (*single, row(batch), row(mask)))
-        pairs = zip(
-            jax.tree_util.tree_leaves_with_path(sums), jax.tree.leaves(expected), strict=True
-        )
         rows = [
-            Difference("result" + jax.tree_util.keystr(path), _distance(a, b))
-            for (path, a), b in pairs
+            *compare_results(sums, expected),
+            *compare_variables(before, after, variables_of(single, _NAMES)),
         ]
-        rows += compare_variables(before, after, variables_of(single, _NAMES))
         return checked(VerifyReport(self.multiple, rtol, tuple(rows)), CAUSES)
 
 
@@ -471,10 +460,6 @@ def add_sums(parts: Sequence[Result]) -> Sums:
 
 def _rows(tree: PyTree, start: int, stop: int) -> PyTree:
     return jax.tree.map(lambda x: x[start:stop], tree)
-
-
-def _distance(a: Any, b: Any) -> float:
-    return relative_difference(np.asarray(a), np.asarray(b))
 
 
 @final
