@@ -13,7 +13,6 @@ from mirror._src.ps.messages import (
     Committed,
     Definition,
     Export,
-    ModelShare,
     Raised,
     ServerSnapshot,
     StepWork,
@@ -107,7 +106,7 @@ class Cluster:
             )
             self.definitions.append(definition)
             store.load(definition, ServerSnapshot(own, state), 0)
-        share = ModelShare(objects.definition(), self.placement, self.sparse)
+        share = objects.definition(self.placement, self.sparse)
         # The workers share a program, because each would compile it.
         self.worker = Worker(
             0,

@@ -11,7 +11,6 @@ from mirror._src.ps.messages import (
     Committed,
     Definition,
     Export,
-    ModelShare,
     ServerSnapshot,
     StepWork,
 )
@@ -65,7 +64,7 @@ class Training:
         ):
             snapshot = ServerSnapshot(own, state, objects.step)
             store.load(Definition(slices, self.tx, True), snapshot, 0)
-        share = ModelShare(objects.definition(), self.placement)
+        share = objects.definition(self.placement)
         exports, self.keys = {"fn": step, "model": share}, itertools.count(2)
         self.worker = Worker(
             0,

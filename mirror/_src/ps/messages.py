@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from mirror._src.base.types import Array
-from mirror._src.ps.placement import Placement, Slice
+from mirror._src.ps.placement import Slice
 
 
 class BufferLayout:
@@ -212,7 +212,7 @@ class StepWork(NamedTuple):
 
     Attributes:
         fn: Export of the function.
-        model: Export of its `ModelShare`.
+        model: Export of its `ModelDefinition`.
         ordinal: Number of the update: random keys are folded with it.
         weight_of: Export of a function that returns the weight of a part of a `Trainer`'s batch,
             given its result. None: a step of the user, whose batch is not split.
@@ -222,14 +222,6 @@ class StepWork(NamedTuple):
     model: Export
     ordinal: int
     weight_of: Export | None
-
-
-class ModelShare(NamedTuple):
-    """Definition of a model, where its leaves are, and for each table the function of its ids."""
-
-    definition: Any
-    placement: Placement
-    id_functions: Mapping[str, Callable[..., Any]] = {}
 
 
 class Result(NamedTuple):

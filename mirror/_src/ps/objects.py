@@ -1,6 +1,6 @@
 """The model and optimizer of a training step, as arrays by name that parameter servers hold."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, final
 
 import jax
@@ -183,48 +183,33 @@ def as_jax(leaf: np.ndarray, like: Any) -> jax.Array:
     return jax.numpy.array(leaf, like.dtype)
 
 
-class Place(NamedTuple):
-    """Path and kind of one array of the model.
-
-    Attributes:
-        path: Path of its variable in the flat state of the model.
-        name: Name of the array.
-        kind: `trained` if the optimizer updates it; `moving` if steps change it without a gradient,
-            like the statistics of BatchNorm; `local` if servers do not hold it: random keys,
-            counts and other integers.
-    """
-
-    path: Path
-    name: str
-    kind: Literal["trained", "moving", "local"]
-
-
 class ModelDefinition(NamedTuple):
-    """The parts from which a worker builds its own copy of the model.
+    """The parts from which a worker builds its own copy of the model, and where its leaves are.
 
     Attributes:
         graphdef: Structure of the model.
-        places: Its arrays.
-        local: Values of the local ones, by name.
+        paths: Path of each array in the flat state of the model, by name.
+        local: Values of the arrays that servers do not hold, by name: random keys, counts and other
+            integers.
         wrt: The filter of the optimizer, which selects the trained variables.
+        placement: Where the leaves are.
+        id_functions: For each table, the function of its ids.
     """
 
     graphdef: Any
-    places: tuple[Place, ...]
+    paths: dict[str, Path]
     local: dict[str, Any]
-    leaves: tuple[Leaf, ...]
     wrt: Any
+    placement: Placement
+    id_functions: Mapping[str, Callable[..., Any]] = {}
 
-    def build(self, tables: Collection[str] = ()) -> nnx.Module:
+    def build(self) -> nnx.Module:
         """Returns a new model, whose trained and moving arrays are zeros; tables have no rows."""
-        zeros = {
-            leaf.name: np.zeros(
-                (0, *leaf.shape[1:]) if leaf.name in tables else leaf.shape, np.dtype(leaf.dtype)
-            )
-            for leaf in self.leaves
-        }
-        arrays = {**zeros, **self.local}
-        flat = [(place.path, device_array(arrays[place.name])) for place in self.places]
+        arrays = dict(self.local)
+        for name, leaf in self.placement.leaves.items():
+            shape = (0, *leaf.shape[1:]) if name in self.id_functions else leaf.shape
+            arrays[name] = np.zeros(shape, np.dtype(leaf.dtype))
+        flat = [(path, device_array(arrays[name])) for name, path in self.paths.items()]
         model: nnx.Module = nnx.merge(self.graphdef, nnx.from_flat_state(flat))
         return model
 
@@ -254,20 +239,19 @@ class TrainingObjects:
         graphdef, state = nnx.split(model)
         self._graphdef = graphdef
         trained = {path for path, _ in nnx.to_flat_state(nnx.state(model, optimizer.wrt))}
-        self._holders = list(nnx.to_flat_state(state))
-        self.places = tuple(
-            Place(path, ".".join(map(str, path)), _kind(path, holder, path in trained))
-            for path, holder in self._holders
-        )
-        values = {p.name: value_of(h) for p, (_, h) in zip(self.places, self._holders, strict=True)}
-        self.leaves = tuple(
-            Leaf(place.name, values[place.name].shape, str(values[place.name].dtype), place.kind)
-            for place in self.places
-            if place.kind != "local"
-        )
-        self.tables: dict[str, ServerRows] = {
-            name: value for name, value in values.items() if isinstance(value, ServerRows)
-        }
+        flat = nnx.to_flat_state(state)
+        self._paths: dict[str, Path] = {".".join(map(str, path)): path for path, _ in flat}
+        self._local: dict[str, Any] = {}
+        self.leaves: list[Leaf] = []
+        self.tables: dict[str, ServerRows] = {}
+        for name, (path, holder) in zip(self._paths, flat, strict=True):
+            value, kind = value_of(holder), _kind(name, holder, path in trained)
+            if kind == "local":
+                self._local[name] = value
+            else:
+                self.leaves.append(Leaf(name, value.shape, str(value.dtype), kind))
+            if isinstance(value, ServerRows):
+                self.tables[name] = value
         if not any(leaf.kind == "trained" for leaf in self.leaves):
             raise ValueError(
                 f"{describe(model)} has no variables that wrt={describe(optimizer.wrt)} of the "
@@ -277,13 +261,12 @@ class TrainingObjects:
     @property
     def trained(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape and dtype of the trained leaves that this program holds, by name."""
-        here = [leaf for leaf in self.leaves if leaf.name not in self.tables]
-        return structs({leaf.name: leaf for leaf in here if leaf.kind == "trained"})
+        return structs({leaf.name: leaf for leaf in self._held if leaf.kind == "trained"})
 
     @property
-    def _held(self) -> list[Place]:
-        """The arrays that servers and this program hold."""
-        return [p for p in self.places if p.kind != "local" and p.name not in self.tables]
+    def _held(self) -> list[Leaf]:
+        """The leaves that this program holds too."""
+        return [leaf for leaf in self.leaves if leaf.name not in self.tables]
 
     @property
     def first_rows(self) -> dict[str, Callable[[int, int], Any]]:
@@ -295,21 +278,20 @@ class TrainingObjects:
         """The number of updates that the optimizer has made."""
         return int(self.optimizer.step[...])
 
-    def definition(self) -> ModelDefinition:
+    def definition(
+        self, placement: Placement, id_functions: Mapping[str, Callable[..., Any]] = {}
+    ) -> ModelDefinition:
         """Returns what a worker builds its copy from."""
-        local = {
-            place.name: on_host(value_of(holder))
-            for place, (_, holder) in zip(self.places, self._holders, strict=True)
-            if place.kind == "local"
-        }
+        local = {name: on_host(value) for name, value in self._local.items()}
         graphdef = self._graphdef
         if self.tables:
             copy: Any = nnx.merge(*nnx.split(self.model))
-            for place in self.places:
-                if place.name in self.tables:
-                    _replace(copy, place.path, nnx.Param(jnp.zeros(0)))
+            for name in self.tables:
+                _replace(copy, self._paths[name], nnx.Param(jnp.zeros(0)))
             graphdef = nnx.split(copy)[0]
-        return ModelDefinition(graphdef, self.places, local, self.leaves, self.optimizer.wrt)
+        return ModelDefinition(
+            *(graphdef, self._paths, local, self.optimizer.wrt, placement, id_functions)
+        )
 
     def has_same_structure(self) -> bool:
         """Whether the model still has the structure that it had at first."""
@@ -322,8 +304,13 @@ class TrainingObjects:
 
     def read(self) -> dict[str, np.ndarray]:
         """Returns the trained and moving arrays by name, in NumPy."""
+        arrays = self._arrays()
+        return {leaf.name: np.asarray(arrays[leaf.name]) for leaf in self._held}
+
+    def _arrays(self) -> dict[str, Any]:
+        """Returns the arrays of the model by name."""
         holders = dict(nnx.to_flat_state(nnx.state(self.model)))
-        return {p.name: np.asarray(value_of(holders[p.path])) for p in self._held}
+        return {name: value_of(holders[path]) for name, path in self._paths.items()}
 
     def read_optimizer(self) -> OptimizerState:
         """Returns the optimizer's state, as servers see it."""
@@ -341,8 +328,8 @@ class TrainingObjects:
 
     def write(self, values: Mapping[str, np.ndarray], state: OptimizerState, step: int) -> None:
         """Writes values, the optimizer's state and its number of updates into the objects."""
-        holders = dict(nnx.to_flat_state(nnx.state(self.model)))
-        flat = [(p.path, _like(values[p.name], value_of(holders[p.path]))) for p in self._held]
+        arrays, names = self._arrays(), [leaf.name for leaf in self._held]
+        flat = [(self._paths[name], _like(values[name], arrays[name])) for name in names]
         nnx.update(self.model, nnx.from_flat_state(flat))
         pure = nnx.as_pure(self.optimizer.opt_state)
         treedef: Any
@@ -360,8 +347,8 @@ def device_array(value: Any) -> Any:
     return jnp.asarray(value)
 
 
-def _kind(path: Path, holder: Any, is_trained: bool) -> Literal["trained", "moving", "local"]:
-    name = ".".join(map(str, path))
+def _kind(name: str, holder: Any, is_trained: bool) -> Literal["trained", "moving", "local"]:
+    """Returns the kind of an array: `moving` if steps change it without a gradient."""
     value = value_of(holder)
     if isinstance(holder, Variable) and holder.is_on_read:
         raise ValueError(

@@ -16,8 +16,8 @@ from mirror._src.base.types import Array, PyTree
 from mirror._src.engine.replica_context import Part
 from mirror._src.engine.scopes import current_frame
 from mirror._src.jaxprs.chained import chain_lengths
-from mirror._src.ps.messages import BufferLayout, Buffers, ModelShare, Pulled
-from mirror._src.ps.objects import device_array, require_unchanged
+from mirror._src.ps.messages import BufferLayout, Buffers, Pulled
+from mirror._src.ps.objects import ModelDefinition, device_array, require_unchanged
 from mirror._src.ps.placement import Leaf, rows
 from mirror._src.ps.sparse import ServerIds, TableRows, take
 from mirror._src.ps.step_data import (
@@ -181,23 +181,24 @@ class StepProgram:
 
     Args:
         fn: The user's function.
-        share: The model, and where its leaves are.
+        definition: The model, and where its leaves are.
         strategy: The strategy over the devices of the worker.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], share: ModelShare, strategy: MirroredStrategy
+        self, fn: Callable[..., Any], definition: ModelDefinition, strategy: MirroredStrategy
     ) -> None:
         self._fn, self._strategy = fn, strategy
-        definition, self._placement, functions = share
+        self._placement, functions = definition.placement, definition.id_functions
         self._tables = TableRows(functions, self._placement)
         self.has_tables = bool(functions)
         self._definition = definition
         self.num_servers = len(self._placement.servers)
         with strategy.scope():
-            self._model = definition.build(functions)
+            self._model = definition.build()
+            leaves = tuple(self._placement.leaves.values())
             self._optimizer = GradientKeeper(
-                self._model, definition.wrt, definition.leaves, self._tables.names
+                self._model, definition.wrt, leaves, self._tables.names
             )
         servers = self._placement.servers
         self._trained = [
@@ -205,7 +206,7 @@ class StepProgram:
             for held in servers
         ]
         self._moving = [BufferLayout(s for s in held if s.kind == "moving") for held in servers]
-        self._paths = {place.name: place.path for place in definition.places}
+        self._paths = definition.paths
         self._keys = {k: v for k, v in definition.local.items() if isinstance(v, KeyData)}
         self._is_count = _is_count(self._model, definition)
         self._compiled: set[Any] = set()
@@ -438,10 +439,10 @@ class StepProgram:
         return {name: np.asarray(value_of(held[self._paths[name]])) for name in names}
 
 
-def _is_count(model: nnx.Module, definition: Any) -> set[str]:
+def _is_count(model: nnx.Module, definition: ModelDefinition) -> set[str]:
     """Returns the names of the counts of random numbers, which every step changes."""
     held = dict(nnx.to_flat_state(nnx.state(model)))
-    return {p.name for p in definition.places if isinstance(held[p.path], nnx.RngCount)}
+    return {n for n, path in definition.paths.items() if isinstance(held[path], nnx.RngCount)}
 
 
 def _folded(key: Any, ordinal: int, part: int) -> Any:

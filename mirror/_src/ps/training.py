@@ -31,12 +31,12 @@ from mirror._src.ps.messages import (
     Definition,
     Export,
     LostError,
-    ModelShare,
     Result,
     ServerSnapshot,
     StepWork,
 )
 from mirror._src.ps.objects import (
+    ModelDefinition,
     TrainingObjects,
     as_numpy,
     join_optimizer_state,
@@ -91,7 +91,7 @@ class ServedTraining:
         self._first = 0
         self.placement: Placement | None = None
         self._export: Export | None = None
-        self._share: ModelShare | None = None
+        self._definition: ModelDefinition | None = None
 
     def schedule_function(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -246,12 +246,12 @@ class ServedTraining:
         ]
         self.thread.call(self.thread.driver.load, snapshots)
         self.placement, self._objects, self._known = placement, objects, objects.arrays()
-        share = ModelShare(objects.definition(), placement, self._tables.functions)
-        if self._share is None or not _is_same(share, self._share):  # workers compile each
-            for name, function in share.id_functions.items():
+        new = objects.definition(placement, self._tables.functions)
+        if self._definition is None or not _is_same(new, self._definition):  # workers compile each
+            for name, function in new.id_functions.items():
                 pickled(self.engine.dumps, function, f"sparse[{name!r}]")
-            self._share = share
-        self._export = self.engine.export(self._share, "the model")
+            self._definition = new
+        self._export = self.engine.export(self._definition, "the model")
         self._first, self._num_steps = objects.step, 0
 
     def _kept_rows(self, objects: TrainingObjects, placement: Placement) -> list[Any]:
@@ -303,11 +303,10 @@ def has_tables(model: nnx.Module) -> bool:
     return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(nnx.state(model)))
 
 
-def _is_same(a: ModelShare, b: ModelShare) -> bool:
+def _is_same(x: ModelDefinition, y: ModelDefinition) -> bool:
     """Whether workers can use the same program for both."""
-    x, y = a.definition, b.definition
-    is_same = (x.graphdef, x.places, x.leaves) == (y.graphdef, y.places, y.leaves)
-    is_same = is_same and x.wrt is y.wrt and a.placement == b.placement
+    is_same = (x.graphdef, x.paths, x.placement) == (y.graphdef, y.paths, y.placement)
+    is_same = is_same and x.wrt is y.wrt
     return is_same and all(np.array_equal(_bits(x.local[k]), _bits(y.local[k])) for k in x.local)
 
 
