@@ -87,7 +87,7 @@ BUDGETS = {
     "keras": Size(511, 7, 7),
     "strategy": Size(997, 8, 8),
     "training": Size(5567, 38, 67),
-    "ps": Size(3710, 20, 75),
+    "ps": Size(3698, 20, 72),
     "tools": Size(3173, 41, 33),
 }
 

@@ -197,10 +197,10 @@ def test_strategy_whose_head_does_not_start_leaves_no_connection(monkeypatch):
     monkeypatch.setattr("ray.is_initialized", lambda: False)  # by another test
     (port,) = free_ports(1)
     spec = cluster_of({"chief": [f"127.0.0.1:{port}"], "ps": ["a:1"], "worker": ["b:1"]})
-    before = ray_cluster._Session.num_users
+    before = ray_cluster.Connection._num_users
     with pytest.raises(RuntimeError, match="mine"):
         ray_cluster.Connection(spec)
-    assert ray_cluster._Session.num_users == before
+    assert ray_cluster.Connection._num_users == before
 
 
 NODE = """

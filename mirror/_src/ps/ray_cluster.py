@@ -87,23 +87,12 @@ def demands(
     return found
 
 
-class _Session:
-    """The connection to Ray that mirror has opened: Ray has one per process.
-
-    Attributes:
-        num_users: How many strategies use it; the last one closes it.
-        head: The head of the cluster, if mirror has started it.
-    """
-
-    num_users: ClassVar[int] = 0
-    head: ClassVar[Server | None] = None
-
-
 @final
 class Connection:
     """A use of the connection of this process to Ray.
 
-    A program that has called `ray.init` keeps its own. All strategies of a program share one.
+    A program that has called `ray.init` keeps its own. All strategies of a program share one, which
+    the last of them closes, because Ray has one per process.
 
     Args:
         spec: The cluster, whose head it joins; None for a cluster on this machine. The program is
@@ -113,14 +102,17 @@ class Connection:
         RuntimeError: If the head does not answer, or cannot be started.
     """
 
+    _num_users: ClassVar[int] = 0  # of the connection that mirror has opened
+    _head: ClassVar[Server | None] = None  # of the cluster, if mirror has started it
+
     def __init__(self, spec: ClusterSpec | None) -> None:
         self._variables = {} if _STATS in os.environ else {_STATS: "0"}
         if spec is not None:
             self._variables |= token_variables()
         os.environ.update(self._variables)  # Ray reads them when it is imported
         ray = import_ray()
-        self._is_open = _Session.num_users > 0 or not ray.is_initialized()
-        _Session.num_users += self._is_open
+        self._is_open = Connection._num_users > 0 or not ray.is_initialized()
+        Connection._num_users += self._is_open
         if ray.is_initialized():
             return
         try:
@@ -135,7 +127,7 @@ class Connection:
         address: dict[str, Any] = {"address": "local", "include_dashboard": False}
         if spec is not None:
             if head_of(spec).job == "chief" and not answers(head_address(spec)):
-                _Session.head = Server(spec, *head_of(spec))
+                Connection._head = Server(spec, *head_of(spec))
             address = {"address": head_address(spec)}
         try:
             with _sigterm_kept(), warnings.catch_warnings():
@@ -157,11 +149,11 @@ class Connection:
         """Leaves the cluster with its last user; one that this process has started ends."""
         if self._is_open:
             self._is_open = False
-            _Session.num_users -= 1
-            if not _Session.num_users:
+            Connection._num_users -= 1
+            if not Connection._num_users:
                 with _sigterm_kept():
                     import_ray().shutdown()
-                head, _Session.head = _Session.head, None
+                head, Connection._head = Connection._head, None
                 if head is not None:
                     head.stop()
         for name in self._variables:
