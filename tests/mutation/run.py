@@ -81,8 +81,10 @@ class Copy:
     def failing(self, tests: Iterable[str]) -> list[str]:
         """Returns the tests that fail without a fault: what they catch says nothing."""
         status, output = self._pytest([*tests, *_ALL])
-        suspects = dict.fromkeys(_FAILED.findall(output)) if status else {}
-        return [test for test in suspects if self._pytest([test, *_ALL])[0]]  # alone
+        suspects = _FAILED.findall(output) or tests if status != _PASSED else []
+        return [
+            test for test in dict.fromkeys(suspects) if self._pytest([test, *_ALL])[0] != _PASSED
+        ]
 
     @contextmanager
     def _planted(self, fault: Fault) -> Iterator[None]:
@@ -142,7 +144,8 @@ def _run_pytest(root: str, arguments: list[str], output: str) -> None:
     sys.dont_write_bytecode = False  # or else each run compiles everything again
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]  # the folder `root` has its own
-    sys.path[:] = [root, *(path for path in sys.path if not (Path(path) / "tests").is_dir())]
+    is_ours = lambda path: (Path(path) / "tests/mutation").is_dir()  # noqa: E731
+    sys.path[:] = [root, *(path for path in sys.path if not is_ours(path))]
     descriptor = os.open(output, os.O_WRONLY)
     for number in (1, 2):
         os.dup2(descriptor, number)
