@@ -273,7 +273,7 @@ def test_padding_does_not_count():
     objective = Objective(loss_fn)
     mask = np.asarray([True, True, False])
     for last in (0.0, 1e30, np.inf, np.nan):
-        losses, sums = objective(jnp.ones(()), jnp.asarray([1.0, 2.0, last]), mask)
+        losses, _, sums = objective(jnp.ones(()), jnp.asarray([1.0, 2.0, last]), mask)
         assert losses.tolist() == [1, 2, 0]
         assert jax.tree.map(float, sums) == Sums({"loss": 3, "batch": 3, "positive": 2}, 2)
         assert sums.totals["positive"].dtype == sums.count.dtype == jnp.int32
@@ -286,7 +286,7 @@ def test_sums_are_at_least_float32(subtests):
 
 
 def check_sums_are_at_least_float32(dtype):
-    _, sums = Objective(lambda _, batch: batch)(None, jnp.ones(8, dtype), np.ones(8, bool))
+    *_, sums = Objective(lambda _, batch: batch)(None, jnp.ones(8, dtype), np.ones(8, bool))
     assert sums.totals["loss"].dtype == jnp.float32
 
 

@@ -385,7 +385,7 @@ def check_sums_of_values_and_weights_are_at_least_32_bits(dtype):
         return Weighted(batch.astype(jnp.bfloat16), batch), {"one": Weighted(batch, batch)}
 
     rows = np.ones(4096, bool)
-    _, sums = Objective(loss_fn)(None, jnp.ones(4096, dtype), rows)
+    *_, sums = Objective(loss_fn)(None, jnp.ones(4096, dtype), rows)
     is_float = jnp.issubdtype(dtype, jnp.floating)
     wide = jnp.float32 if is_float else jnp.int32
     assert sums.totals["loss"].dtype == jnp.float32
@@ -438,7 +438,7 @@ def test_padding_does_not_count_in_any_sum():
     objective = Objective(loss_fn, penalty=lambda w: 2 * w)
     mask = np.asarray([True, True, False])
     for last in (0.0, 1e30, np.inf, np.nan):
-        losses, sums = objective(jnp.ones(()), jnp.asarray([1.0, 2.0, last]), mask)
+        losses, _, sums = objective(jnp.ones(()), jnp.asarray([1.0, 2.0, last]), mask)
         assert losses.tolist() == [1 + 2 * 2, 2 + 2 * 3, 0]
         assert jax.tree.map(float, sums) == Sums(
             {"loss": 13, "batch": 3}, 2, {"loss": 5, "batch": 2}

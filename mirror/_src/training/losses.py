@@ -109,16 +109,6 @@ LOSSES: dict[str, Loss] = {
         _negative_cosine, "values", "-optax.cosine_similarity(outputs, labels)"
     ),
 }
-OF_FUNCTIONS: dict[Callable[..., Array], str] = {
-    optax.softmax_cross_entropy_with_integer_labels: "sparse_categorical_crossentropy",
-    optax.softmax_cross_entropy: "categorical_crossentropy",
-    optax.sigmoid_binary_cross_entropy: "binary_crossentropy",
-    optax.losses.sigmoid_focal_loss: "binary_focal_crossentropy",
-    optax.squared_error: "mean_squared_error",
-    optax.huber_loss: "huber",
-    optax.log_cosh: "log_cosh",
-}
-"""Functions of optax that may be passed instead of the name."""
 
 
 def aligned(name: str, kind: Kind, outputs: Array, labels: Array) -> tuple[Array, Array]:
@@ -179,9 +169,7 @@ def _classes(name: str, outputs: Array, labels: Array) -> Array:
 
 
 def _fix(kind: Kind, outputs: Array, labels: Array) -> str:
-    if kind == "one-hot" and labels.ndim < max(outputs.ndim, 2):
-        return "For integer classes, use 'sparse_categorical_crossentropy'."
-    if kind == "one-hot" and labels.shape[-1] == 1:
+    if kind == "one-hot" and (labels.ndim < max(outputs.ndim, 2) or labels.shape[-1] == 1):
         return "For integer classes, use 'sparse_categorical_crossentropy'."
     if kind == "binary" and outputs.ndim == 2 and labels.ndim == 1:
         return (
@@ -202,6 +190,13 @@ def logits_of(kind: Kind, probabilities: Array) -> Array:
         probabilities = probabilities / probabilities.sum(-1, keepdims=True)
     clipped = jnp.clip(probabilities, _EPSILON, 1 - _EPSILON)
     return jnp.log(clipped) - (jnp.log1p(-clipped) if kind == "binary" else 0)
+
+
+def name_in_table(loss_fn: Any) -> str | None:
+    """Returns the name of a loss: the argument itself, or the name of a function of optax."""
+    if isinstance(loss_fn, str):
+        return loss_fn
+    return next((name for name, loss in LOSSES.items() if loss.fn is loss_fn), None)
 
 
 def require_loss(name: str) -> Loss:

@@ -1,7 +1,7 @@
 """A loss by name: what it reads from a batch, its outputs, and the checks of its labels."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import jax
@@ -11,12 +11,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr
 
 from mirror._src.base.errors import describe, expected
-from mirror._src.base.naming import name_of, require_parameters, signature_of
+from mirror._src.base.naming import name_of, parameter_names, require_parameters, signature_of
 from mirror._src.base.types import Array, PyTree
 from mirror._src.jaxprs.origins import activation_of
 from mirror._src.training.losses import (
     LOSSES,
-    OF_FUNCTIONS,
     Metrics,
     aligned,
     is_named,
@@ -186,7 +185,7 @@ class NamedLoss:
         sample_weight: PartOfBatch | None,
         metrics: Metrics | None,
         num_classes: int | None,
-        from_logits: bool = True,
+        from_logits: bool,
     ) -> None:
         self.__name__ = name  # for messages
         self._loss = require_loss(name)
@@ -268,9 +267,7 @@ class NamedLoss:
         """
         if not isinstance(batch, Mapping | tuple | list):
             return batch
-        names = list(batch) if isinstance(batch, Mapping) else range(len(batch))
-        key = 1 if self._key is None and not isinstance(batch, Mapping) else self._key
-        inputs = [name for name in names if name not in (key, self._weight)]
+        key, inputs = self._entries(batch)
         if len(inputs) != 1:
             raise inputs_unknown(batch, f"the loss is {self.__name__!r} with labels={key!r}")
         return batch[inputs[0]]
@@ -281,27 +278,26 @@ class NamedLoss:
         Raises:
             ValueError: If the batch does not have exactly these two parts.
         """
-        if isinstance(batch, Mapping):
-            names: list[Any] = list(batch)
-            key = self._key
-            if key is None:
-                guess = next((name for name in _LABEL_KEYS if name in names), "label")
-                raise self._not_a_pair(
-                    batch, f"Name the labels: mirror.Trainer(..., labels={guess!r})."
-                )
-        elif isinstance(batch, tuple | list):
-            names = list(range(len(batch)))
-            key = 1 if self._key is None else self._key
-        else:
+        if not isinstance(batch, Mapping | tuple | list):
             raise self._not_a_pair(batch)
+        key, inputs = self._entries(batch)
+        if key is None:
+            guess = next((name for name in _LABEL_KEYS if name in batch), "label")
+            fix = f"Name the labels: mirror.Trainer(..., labels={guess!r})."
+            raise self._not_a_pair(batch, fix)
         labels = part_of(batch, key, "labels")
-        inputs = [name for name in names if name not in (key, self._weight)]
         if len(inputs) != 1:
             fix = ""
-            if len(inputs) > 1 and self._weight is None and len(names) == 3:
+            if len(inputs) > 1 and self._weight is None and len(batch) == 3:
                 fix = f"If the third entry contains weights, pass sample_weight={inputs[-1]!r}."
             raise self._not_a_pair(batch, fix)
         return batch[inputs[0]], labels
+
+    def _entries(self, batch: Mapping[Any, Any] | Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Returns the key of the labels, None if it is unknown, and the keys of inputs."""
+        names = list(batch) if isinstance(batch, Mapping) else list(range(len(batch)))
+        key = 1 if self._key is None and not isinstance(batch, Mapping) else self._key
+        return key, [name for name in names if name not in (key, self._weight)]
 
     def _not_a_pair(self, batch: PyTree, fix: str = "") -> ValueError:
         pair = "a tuple (inputs, labels), or a dict with two entries and labels=..."
@@ -341,27 +337,16 @@ def inputs_unknown(batch: PyTree, why: str) -> ValueError:
     )
 
 
-def loss_of(
-    loss_fn: Any,
-    labels: PartOfBatch | None,
-    sample_weight: PartOfBatch | None,
-    metrics: Metrics | None,
-    num_classes: int | None,
-    from_logits: bool = True,
-) -> LossFunction | NamedLoss:
-    """Returns the loss function of a `Trainer` from its argument: a function or a name.
+def require_loss_function(loss_fn: Any, metrics: Metrics | None, from_logits: bool) -> None:
+    """Rejects a loss that is not a function of model and batch, and options of named losses.
 
     Raises:
-        TypeError: If it is neither, takes other arguments, or `metrics` are passed with a function.
-        ValueError: If the name is unknown or an argument does not fit it.
+        TypeError: If it is not a function, takes other arguments, or an option is passed with it.
     """
-    name = loss_fn if isinstance(loss_fn, str) else _name_in_table(loss_fn)
-    if name is not None:
-        return NamedLoss(name, labels, sample_weight, metrics, num_classes, from_logits)
     if not callable(loss_fn):
         fix = "Pass a name, such as 'mse', or a function (model, batch) -> per-example losses."
         raise TypeError(expected("loss_fn", loss_fn, "a name or a function", fix))
-    _require_loss_function(loss_fn)
+    _require_parameters(loss_fn)
     if not from_logits:
         raise TypeError(
             f"from_logits={from_logits} requires the name of a loss, but loss_fn is the function "
@@ -373,14 +358,9 @@ def loss_of(
             f"{name_of(loss_fn)}. Return the metrics from it: return losses, {{'accuracy': "
             "logits.argmax(-1) == labels}."
         )
-    return loss_fn
 
 
-def _name_in_table(fn: Any) -> str | None:
-    return next((name for known, name in OF_FUNCTIONS.items() if fn is known), None)
-
-
-def _require_loss_function(fn: Callable[..., Any]) -> None:
+def _require_parameters(fn: Callable[..., Any]) -> None:
     """Rejects losses of other libraries, and functions of other arguments than `(model, batch)`."""
     kind = fn if isinstance(fn, type) else type(fn)
     module = fn.__module__ if isinstance(getattr(fn, "__module__", None), str) else kind.__module__
@@ -395,7 +375,8 @@ def _require_loss_function(fn: Callable[..., Any]) -> None:
         if ours is not None:
             fix = f"Pass its name, {ours!r}, and let the model return logits."
         raise TypeError(f"`loss_fn` is {name} of {library}, which JAX cannot differentiate. {fix}")
-    first = next(iter(_parameters(fn)), "")
+    parameters = parameter_names(fn)
+    first = next(iter(parameters), "")
     if library == "optax" or first in ("logits", "y_true", "y_pred", "predictions", "outputs"):
         where = "optax.losses." if library == "optax" else ""
         order = "labels, outputs" if first == "y_true" else "outputs, labels"
@@ -407,13 +388,6 @@ def _require_loss_function(fn: Callable[..., Any]) -> None:
             "        outputs = model(inputs)\n"
             f"        return {where}{name}({order})  # one value per example"
         )
-    unpack = ", ".join(_parameters(fn)[1:]) or "x, y"
+    unpack = ", ".join(parameters[1:]) or "x, y"
     fix = f"Take the batch as one argument, and unpack it: {unpack} = batch, or batch['x']."
     require_parameters(fn, f"`loss_fn` ({name})", ("model", "batch"), fix)
-
-
-def _parameters(fn: Callable[..., Any]) -> list[str]:
-    try:
-        return signature_of(fn).strip("()").replace("*", "").split(", ")
-    except (TypeError, ValueError):
-        return []

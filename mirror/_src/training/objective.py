@@ -13,7 +13,7 @@ from mirror._src.base.errors import describe, expected, require_int
 from mirror._src.base.naming import depth_of_user, name_of
 from mirror._src.base.types import Array, PyTree
 from mirror._src.engine.example_mask import masking
-from mirror._src.training.losses import Metrics
+from mirror._src.training.losses import Metrics, name_in_table
 from mirror._src.training.metric import Metric
 from mirror._src.training.mistakes import describes_batch
 from mirror._src.training.named_loss import (
@@ -21,8 +21,8 @@ from mirror._src.training.named_loss import (
     LossFunction,
     NamedLoss,
     PartOfBatch,
-    loss_of,
     part_of,
+    require_loss_function,
 )
 from mirror._src.training.precision import Precision, is_half
 from mirror._src.training.weighted import Weighted
@@ -118,13 +118,6 @@ class Sums(NamedTuple):
     metrics: dict[str, Metric] = {}
 
 
-class _LossOutput(NamedTuple):
-    """A loss or metric after validation; `weights` is None if every example counts as 1."""
-
-    values: Array
-    weights: Array | None = None
-
-
 @final
 class Objective:
     """The user's loss function with weights and penalty: masked losses of a batch, and their sums.
@@ -169,17 +162,25 @@ class Objective:
     ) -> None:
         if num_classes is not None:
             require_int("num_classes", num_classes)
-        self.loss_fn = loss_of(loss_fn, labels, sample_weight, metrics, num_classes, from_logits)
-        is_named = isinstance(self.loss_fn, NamedLoss)
-        if not is_named and (
-            (labels is None) != (num_classes is None)
-            or (class_weight is not None and labels is None)
-        ):
-            raise ValueError(
-                f"labels={labels!r}, num_classes={num_classes!r}, class_weight={class_weight!r}: "
-                "labels and num_classes must be passed together, and class_weight needs both. For "
-                "example labels='label', num_classes=10, class_weight={3: 2.0}."
-            )
+        self.loss_fn: Any = loss_fn
+        self._labels: Labels | None = None
+        name = name_in_table(loss_fn)
+        if name is not None:
+            options = labels, sample_weight, metrics, num_classes, from_logits
+            self.loss_fn = NamedLoss(name, *options)
+            self._labels = self.loss_fn.labels
+        else:
+            require_loss_function(loss_fn, metrics, from_logits)
+            is_pair = (labels is None) == (num_classes is None)
+            if not is_pair or (class_weight is not None and labels is None):
+                raise ValueError(
+                    f"labels={labels!r}, num_classes={num_classes!r}, "
+                    f"class_weight={class_weight!r}: labels and num_classes must be passed "
+                    "together, and class_weight needs both. For example labels='label', "
+                    "num_classes=10, class_weight={3: 2.0}."
+                )
+            if labels is not None:
+                self._labels = Labels(labels, num_classes)
         if penalty is not None and not callable(penalty):
             fix = "Pass a function of the model that returns a scalar."
             raise TypeError(expected("penalty", penalty, "callable", fix))
@@ -190,11 +191,6 @@ class Objective:
         self.evaluated: tuple[str, ...] = ()
         self._has_warned = self._is_examined = False
         self._sample_weight = sample_weight
-        self._labels = (
-            None if labels is None or num_classes is None else Labels(labels, num_classes)
-        )
-        if isinstance(self.loss_fn, NamedLoss):
-            self._labels = self.loss_fn.labels
         self._class_weight = class_weight
         if class_weight is not None:
             self._require_class_weight(class_weight)
@@ -245,23 +241,12 @@ class Objective:
         with describes_batch(self.loss_fn, batch), precision:
             return self.loss_fn(model, batch)
 
-    def __call__(self, model: Any, batch: PyTree, mask: Array) -> tuple[Array, Sums]:
-        """Returns the losses of a replica's examples, 0 where the mask is False, and the sums."""
-        losses, _, sums = self._evaluated(model, batch, mask)
-        return losses, sums
+    def __call__(self, model: Any, batch: PyTree, mask: Array) -> tuple[Array, Array | None, Sums]:
+        """Returns the losses of a replica's examples, their weights, and the sums.
 
-    def quotient(self, model: Any, batch: PyTree, mask: Array) -> tuple[Array, Array | None, Sums]:
-        """Returns the losses and their weights, both 0 where the mask is False, and the sums.
-
-        The weights are None if every example counts as 1.
+        Losses and weights are 0 where the mask is False. The weights are None if every example
+        counts as 1.
         """
-        losses, weights, sums = self._evaluated(model, batch, mask)
-        return losses, weights, sums._replace(metrics={})
-
-    def _evaluated(
-        self, model: Any, batch: PyTree, mask: Array
-    ) -> tuple[Array, Array | None, Sums]:
-        """Returns the same as `quotient`, and each `Metric` in the sums."""
         with masking(mask):
             values, weights, metrics = self._values(model, batch, mask.shape[0])
         penalty = self._penalty_of(model)
@@ -294,23 +279,24 @@ class Objective:
                 f"without the key {LOSS!r}, got {describe(metrics)}. For example: "
                 "return losses, {'accuracy': correct}."
             )
-        loss = self._returned("The loss", losses, size)
-        if not jnp.issubdtype(loss.values.dtype, jnp.floating):
+        returned = {LOSS: self._returned(LOSS, losses, size)}
+        dtype = returned[LOSS][0].dtype
+        if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
                 f"The losses of {name_of(self.loss_fn)} must be floats to have a gradient, got "
-                f"{loss.values.dtype}."
+                f"{dtype}."
             )
-        if is_half(loss.values.dtype):
-            self.half_precision = str(loss.values.dtype)
+        if is_half(dtype):
+            self.half_precision = str(dtype)
         of_rows = {str(name): x for name, x in metrics.items() if isinstance(x, Metric)}
         for name, metric in of_rows.items():
             self._require_rows(name, metric, size)
         self.evaluated = tuple(of_rows)
-        means = {str(name): x for name, x in metrics.items() if not isinstance(x, Metric)}
-        named = {name: self._returned(repr(name), x, size) for name, x in means.items()}
-        returned = {LOSS: loss, **named}
-        weights = {name: x.weights for name, x in returned.items() if x.weights is not None}
-        return {name: x.values for name, x in returned.items()}, weights, of_rows
+        for name, value in metrics.items():
+            if not isinstance(value, Metric):
+                returned[str(name)] = self._returned(str(name), value, size)
+        weights = {name: x for name, (_, x) in returned.items() if x is not None}
+        return {name: x for name, (x, _) in returned.items()}, weights, of_rows
 
     def _require_rows(self, name: str, metric: Metric, size: int) -> None:
         for argument, value in metric.inputs.items():
@@ -321,20 +307,22 @@ class Objective:
                     f"{describe(value)}."
                 )
 
-    def _returned(self, what: str, value: Any, size: int) -> _LossOutput:
-        is_loss = what == "The loss"
-        what = f"{what} of {name_of(self.loss_fn)}"
+    def _returned(self, name: str, value: Any, size: int) -> tuple[Array, Array | None]:
+        """Returns the values of the loss or of a metric, and its weights if it is `Weighted`."""
+        what = f"{'The loss' if name == LOSS else repr(name)} of {name_of(self.loss_fn)}"
         if not isinstance(value, Weighted):
-            fix = _RETURN_LOSSES if is_loss else _RETURN_VALUES
-            return _LossOutput(_per_example(what, value, size, fix))
+            fix = _RETURN_LOSSES if name == LOSS else _RETURN_VALUES
+            return _per_example(what, value, size, fix), None
         weight = f"The weight of {what[0].lower()}{what[1:]}"
         weights = _per_example(weight, value.weights, size, _RETURN_SUMS, _SUM_AXES)
         values = _per_example(what, value.values, size, _RETURN_SUMS, _SUM_AXES)
-        return _LossOutput(values, weights)
+        return values, weights
 
     def _weighted(self, losses: Array, batch: PyTree) -> Array:
         if self._sample_weight is not None:
-            losses = losses * self._part(batch, self._sample_weight, "sample_weight", losses.size)
+            weights = part_of(batch, self._sample_weight, "sample_weight")
+            what = f"sample_weight={self._sample_weight!r}"
+            losses = losses * _per_example(what, weights, losses.size)
         if self._class_weight is not None:
             assert self._labels is not None
             assert self._labels.num_classes is not None, "the loss has inferred it"
@@ -357,9 +345,6 @@ class Objective:
                 f"{describe(penalty)}. Sum over all parameters."
             )
         return penalty
-
-    def _part(self, batch: PyTree, part: Any, argument: str, size: int) -> Array:
-        return _per_example(f"{argument}={part!r}", part_of(batch, part, argument), size)
 
     @property
     def inspect(self) -> Callable[[int, PyTree], None] | None:
@@ -397,11 +382,6 @@ def _sum(value: Array, mask: Array) -> Array:
 
 def _as_floats(weights: Array) -> Array:
     return weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
-
-
-def add(a: PyTree, b: PyTree) -> PyTree:
-    """Adds two trees of arrays, leaf by leaf."""
-    return jax.tree.map(jnp.add, a, b)
 
 
 def add_on_host(a: Sums, b: Sums) -> Sums:

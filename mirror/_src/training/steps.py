@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-import mirror._src.training.objective as objectives
 from mirror._src.base.errors import describe, expected
 from mirror._src.base.naming import name_of
 from mirror._src.base.source_lines import on_behalf_of, users_function
@@ -28,7 +27,7 @@ from mirror._src.engine.example_mask import masking
 from mirror._src.strategy.mirrored import get_replica_context
 from mirror._src.training.loss_scale import SCALE, SKIPPED, LossScale, Snapshot
 from mirror._src.training.mistakes import describes_batch, require_transformation
-from mirror._src.training.objective import LOSS, Objective, Sums, as_float, fit_floats
+from mirror._src.training.objective import LOSS, Objective, Sums, as_float, carried, fit_floats
 from mirror._src.training.precision import Precision
 
 Gradients = tuple[list[PyTree], Sums]
@@ -53,7 +52,6 @@ def training_step(objective: Objective, wrt: Any, accumulate_steps: int) -> Call
         loss_scale: LossScale | None = None,
     ) -> Sums:
         context = get_replica_context()
-        assert context is not None, "a step runs in a replica"
         # Why not sum and divide at the end: a sum over all rows can overflow a half-precision
         # gradient where the mean does not. Each replica therefore divides by the number of rows of
         # all replicas, including padding. The correction afterwards is 1 without padding.
@@ -78,9 +76,7 @@ def training_step(objective: Objective, wrt: Any, accumulate_steps: int) -> Call
     return train_step
 
 
-def repeated(
-    train_step: Callable[..., Sums],
-) -> Callable[..., Sums]:
+def repeated(train_step: Callable[..., Sums]) -> Callable[..., Sums]:
     """Returns a step that makes `num_batches` updates, with batches `(k, B, ...)` from `first`.
 
     Both numbers are arguments of the compiled step, so that a shorter group is not compiled again.
@@ -107,9 +103,9 @@ def repeated(
         def body(i: Any, carry: tuple[PyTree, Sums]) -> tuple[PyTree, Sums]:
             state, total = carry
             state, sums = update(i, state)
-            return state, objectives.add(total, sums)
+            return state, optax.tree.add(total, sums)
 
-        zeros = _zeros(jax.eval_shape(update, 0, state)[1])
+        zeros = optax.tree.zeros_like(jax.eval_shape(update, 0, state)[1])
         state, total = jax.lax.fori_loop(first, first + num_batches, body, (state, zeros))
         nnx.update((model, optimizer, *scales), state)
         return total
@@ -123,8 +119,7 @@ def evaluation_step(objective: Objective) -> Callable[[nnx.Module, PyTree, Array
 
     def evaluate_step(model: nnx.Module, batch: PyTree, mask: Array) -> Sums:
         context = get_replica_context()
-        assert context is not None, "a step runs in a replica"
-        _, sums = objective(_for_evaluation(model), batch, mask)
+        _, _, sums = objective(_for_evaluation(model), batch, mask)
         num_rows = mask.size * context.num_replicas_in_sync
         reduced = _all_reduced([], sums._replace(metrics={}), num_rows)[1]
         return reduced._replace(metrics=sums.metrics)
@@ -175,16 +170,16 @@ def _gradients(objective: Objective, wrt: Any) -> Callable[..., Gradients]:
             return total / divisor if scale is None else total / divisor * scale
 
         def loss(model: nnx.Module) -> tuple[Array, tuple[Sums, Any]]:
-            losses, weights, sums = objective.quotient(model, batch, mask)
+            losses, weights, sums = objective(model, batch, mask)
             divisor: Any = num_rows
             if weights is not None:
                 dependence.note(weights)
                 is_small = scale is not None or objective.precision.has_float16(model)
                 divisor = _common_weight(sums) if is_small else num_rows
-            return scaled(_total(losses, sums), divisor), (sums, divisor)
+            return scaled(_total(losses, sums), divisor), (sums._replace(metrics={}), divisor)
 
         def loss_of_weights(model: nnx.Module) -> tuple[Array, None]:
-            _, weights, sums = objective.quotient(model, batch, mask)
+            _, weights, sums = objective(model, batch, mask)
             assert weights is not None
             return scaled(_total(weights, sums), divisor), None
 
@@ -212,7 +207,6 @@ def _all_reduced(means: list[PyTree], sums: Sums, num_rows: int) -> Gradients:
     exact: not for large batches, nor for the user's cross-device ops, which may round floats.
     """
     context = get_replica_context()
-    assert context is not None, "a step runs in a replica"
     is_exact = isinstance(context.strategy.cross_device_ops, AllReduce) and fit_floats(num_rows)
     dtype = sums.totals[LOSS].dtype
 
@@ -222,7 +216,7 @@ def _all_reduced(means: list[PyTree], sums: Sums, num_rows: int) -> Gradients:
     values = jax.tree.map(sent, sums) if is_exact else sums
     totals, received = context.all_reduce("sum", (means, values))
     received = jax.tree.map(lambda x, like: x.astype(like.dtype), received, sums)
-    return totals, objectives.carried(received)
+    return totals, carried(received)
 
 
 class _Dependence:
@@ -254,7 +248,6 @@ def _require_whole_batch(objective: Objective) -> None:
         ValueError: If it is split.
     """
     context = get_replica_context()
-    assert context is not None, "a step runs in a replica"
     if context.part is not None and context.part.num_parts > 1:
         raise ValueError(
             f"The weights that {name_of(objective.loss_fn)} returns depend on the parameters. The "
@@ -273,10 +266,8 @@ def _common_weight(sums: Sums) -> Array:
 
     Sums over rows can overflow a gradient in float16, even if they are divided by their number.
     """
-    context = get_replica_context()
-    assert context is not None, "a step runs in a replica"
     weight = jax.lax.stop_gradient(_weight(sums))
-    return _nonzero(context.all_reduce("sum", weight))
+    return _nonzero(get_replica_context().all_reduce("sum", weight))
 
 
 def _weight(sums: Sums) -> Array:
@@ -348,7 +339,6 @@ def _accumulated(gradients: Callable[..., Gradients], num_pieces: int) -> Callab
             return x.reshape(num_pieces, x.shape[0] // num_pieces, *x.shape[1:])
 
         context = get_replica_context()
-        assert context is not None, "a step runs in a replica"
         pieces = jax.tree.map(split_rows, (context._positions(mask.size), batch, mask))
         graphdef, keys, state = _split(model)
 
@@ -364,7 +354,7 @@ def _accumulated(gradients: Callable[..., Gradients], num_pieces: int) -> Callab
         def body(carry: tuple[PyTree, Gradients], piece: PyTree) -> tuple[Any, None]:
             state, total = carry
             state, result = gradients_of(state, piece)
-            return (state, objectives.add(total, result)), None
+            return (state, optax.tree.add(total, result)), None
 
         first = jax.tree.map(lambda x: x[0], pieces)
         shapes = jax.eval_shape(gradients_of, state, first)[1]
@@ -387,10 +377,6 @@ def _split(objects: Any) -> tuple[Any, Any, Any]:
     """Splits objects into structure, random keys, which never change, and all other state."""
     split: Any = nnx.split(objects, nnx.RngKey, ...)
     return split
-
-
-def _zeros(shapes: PyTree) -> PyTree:
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
 def _at_least_float32(dtype: Any) -> Any:
