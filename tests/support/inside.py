@@ -115,7 +115,6 @@ from mirror._src.training import objective as training_objective
 from mirror._src.training import progress as training_meter
 from mirror._src.training import progress as training_position
 from mirror._src.training import trainer as training_trainer
-from mirror._src.training.callbacks import callback as callback_hooks
 from mirror._src.training.checkpoints import files, from_chief
 from mirror._src.training.checkpoints import store as checkpoints_store
 from tests.support.clocks import FakeClock
@@ -221,11 +220,6 @@ def agreed_stop() -> ModuleType:
 def loss_tables() -> ModuleType:
     """The module with the names of losses, to test that each one is tested."""
     return training_losses
-
-
-def hooks() -> Iterable[str]:
-    """The names of the hooks that `fit` calls, to compare them with `Callback`."""
-    return callback_hooks.HOOKS
 
 
 def guesses(kind: str) -> dict[str, str]:

@@ -256,11 +256,6 @@ def test_generator_for_two_epochs():
 # Callbacks of other libraries
 
 
-def test_hooks_are_those_of_callback():
-    own = {name for name in vars(mirror.callbacks.Callback) if name.startswith("on_")}
-    assert own == set(inside.hooks())
-
-
 def with_hook(name, *parameters):
     """Returns a callback with one more method."""
     scope = {}

@@ -2,23 +2,14 @@
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, final
 
 from mirror._src.base.errors import describe, nearest
 from mirror._src.base.modules import set_module
+from mirror._src.base.naming import parameter_names
 from mirror._src.base.other_names import advice
 from mirror._src.training.loop import FitLoop
-
-HOOKS: Mapping[str, tuple[str, ...]] = {
-    "on_fit_begin": ("fit",),
-    "on_epoch_begin": ("fit",),
-    "on_step": ("fit",),
-    "on_metrics": ("fit", "step", "logs"),
-    "on_epoch_end": ("fit", "logs"),
-    "on_fit_end": ("fit",),
-}
-"""The hooks of `Callback` and their parameters."""
 
 # Parameters of hooks of other libraries, in the place where `fit` is passed.
 _NOT_A_RUN = {"epoch", "batch", "step", "logs", "trainer", "model", "pl_module"}
@@ -64,7 +55,7 @@ def _similar(name: str) -> str:
     return f"{found[0]}(self, {', '.join(HOOKS[found[0]])})" if found else ""
 
 
-def _require_signature(callback: object, name: str, parameters: tuple[str, ...]) -> None:
+def _require_signature(callback: object, name: str, parameters: Sequence[str]) -> None:
     try:
         signature = inspect.signature(getattr(callback, name))
     except (TypeError, ValueError):
@@ -223,6 +214,14 @@ class Callback:
 
     def from_dict(self, state: dict[str, Any]) -> None:
         """Restores the state that `to_dict` returned, when a training is resumed."""
+
+
+HOOKS: Mapping[str, list[str]] = {
+    name: parameter_names(hook)[1:]
+    for name, hook in vars(Callback).items()
+    if name.startswith("on_")
+}
+"""The hooks of `Callback` and their parameters, without `self`."""
 
 
 def require_callbacks(callbacks: Any) -> tuple[Callback, ...]:

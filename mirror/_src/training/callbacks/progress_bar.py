@@ -43,23 +43,26 @@ def format_replicas(strategy: Any) -> str:
     return words if devices == replicas else f"{words}, {counted(devices, 'device')}"
 
 
-class LogProgress:
+def _done(fit: FitLoop, step: int) -> int:
+    """Returns the number of steps of the epoch up to `step`, which are those with metrics."""
+    return fit.position.epoch_step - (fit.position.step - step)
+
+
+class Display(Callback):
+    """A display that shows nothing."""
+
+    def note(self, text: str) -> None:
+        """Shows a line of text."""
+
+
+class LogProgress(Display):
     """Prints one line per epoch, the first with the number of replicas."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self._has_printed = False
 
-    def begin_epoch(self, fit: FitLoop) -> None:
-        """Prints nothing."""
-
-    def after_step(self, fit: FitLoop) -> None:
-        """Prints nothing."""
-
-    def update(self, fit: FitLoop, done: int) -> None:
-        """Prints nothing."""
-
-    def end_epoch(self, fit: FitLoop, logs: dict[str, float]) -> None:
+    def on_epoch_end(self, fit: FitLoop, logs: dict[str, float]) -> None:
         """Prints the metrics and the duration."""
         seconds = fit.history.epoch_secs[-1]
         # Wrapped lines break between two metrics only.
@@ -76,9 +79,6 @@ class LogProgress:
     def note(self, text: str) -> None:
         """Prints a line."""
         print(text.replace("\N{NO-BREAK SPACE}", " "), file=self._file, flush=True)
-
-    def close(self, fit: FitLoop) -> None:
-        """Prints nothing."""
 
 
 @final
@@ -100,7 +100,7 @@ class TerminalProgress(LogProgress):
         self._is_compiled = False
         self._updated = 0.0
 
-    def begin_epoch(self, fit: FitLoop) -> None:
+    def on_epoch_begin(self, fit: FitLoop) -> None:
         """Opens a new bar."""
         title = f"epoch {fit.position.epoch + 1}/{fit.epochs}"
         where = format_replicas(fit.trainer.strategy)
@@ -120,26 +120,26 @@ class TerminalProgress(LogProgress):
             self._live.start(refresh=True)
             self._console.show_cursor(True)  # a process that is killed cannot show it again
 
-    def after_step(self, fit: FitLoop) -> None:  # noqa: ARG002
+    def on_step(self, fit: FitLoop) -> None:  # noqa: ARG002
         """Replaces the words of the first step by the bar."""
         self._is_compiled = True
         if self._line is not None:
             self._line.begin_steps()
 
-    def update(self, fit: FitLoop, done: int) -> None:
+    def on_metrics(self, fit: FitLoop, step: int, logs: dict[str, float]) -> None:  # noqa: ARG002
         """Advances the bar, which the thread draws."""
         if self._line is None:
             return
-        self._line.done = done
+        self._line.done = _done(fit, step)
         now = time.perf_counter()
         if now - self._updated >= _SECONDS_BETWEEN_UPDATES:
             self._updated = now
             self._line.items = format_metrics(fit.logs).split(", ")
 
-    def end_epoch(self, fit: FitLoop, logs: dict[str, float]) -> None:
+    def on_epoch_end(self, fit: FitLoop, logs: dict[str, float]) -> None:
         """Replaces the bar by a line with the metrics."""
         self._line = None
-        super().end_epoch(fit, logs)
+        super().on_epoch_end(fit, logs)
 
     def note(self, text: str) -> None:
         """Prints a line above the bar, wrapped at spaces."""
@@ -149,7 +149,7 @@ class TerminalProgress(LogProgress):
         else:
             self._console.print(lines, soft_wrap=True)
 
-    def close(self, fit: FitLoop) -> None:  # noqa: ARG002
+    def on_fit_end(self, fit: FitLoop) -> None:  # noqa: ARG002
         """Erases the bar."""
         self._line = None
         live, self._live = self._live, None
@@ -242,7 +242,7 @@ _SECONDS_BETWEEN_TICKS = 1.0
 
 
 @final
-class NotebookProgress:
+class NotebookProgress(Display):
     """Shows a table with one row per epoch, and below it a bar; leaves the table.
 
     The bar is an HTML `<progress>` element. It follows the theme of the notebook, moves on its own
@@ -262,7 +262,7 @@ class NotebookProgress:
         self._notes: list[str] = []
         self._handle: Any = None
 
-    def begin_epoch(self, fit: FitLoop) -> None:
+    def on_epoch_begin(self, fit: FitLoop) -> None:
         """Shows the bar of a new epoch."""
         self._is_running = True
         self._started = time.perf_counter()
@@ -274,7 +274,7 @@ class NotebookProgress:
                 target=run, args=(self._tick, fit), name="mirror progress", daemon=True
             ).start()
 
-    def after_step(self, fit: FitLoop) -> None:
+    def on_step(self, fit: FitLoop) -> None:
         """Shows that the first step is compiled."""
         if not self._is_compiled:
             self._is_compiled = True
@@ -286,11 +286,11 @@ class NotebookProgress:
         while not self._has_waited.wait(_SECONDS_BETWEEN_TICKS):
             self._publish(fit, fit.position.epoch_step)
 
-    def update(self, fit: FitLoop, done: int) -> None:
+    def on_metrics(self, fit: FitLoop, step: int, logs: dict[str, float]) -> None:  # noqa: ARG002
         """Advances the bar, at most 5 times per second."""
-        self._update(fit, done)
+        self._update(fit, _done(fit, step))
 
-    def end_epoch(self, fit: FitLoop, logs: dict[str, float]) -> None:  # noqa: ARG002
+    def on_epoch_end(self, fit: FitLoop, logs: dict[str, float]) -> None:  # noqa: ARG002
         """Ends the bar; the row appears with the next update."""
         self._is_running = False
 
@@ -298,7 +298,7 @@ class NotebookProgress:
         """Adds a line below the table."""
         self._notes.append(text)
 
-    def close(self, fit: FitLoop) -> None:
+    def on_fit_end(self, fit: FitLoop) -> None:
         """Removes the bar."""
         if self._is_running and not fit.stopped:
             steps = counted(fit.position.epoch_step, "step")
@@ -374,55 +374,47 @@ class ProgressBar(Callback):
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._file = file
-        self._progress: LogProgress | NotebookProgress | None = None
+        self._display = Display()
 
     def on_fit_begin(self, fit: FitLoop) -> None:
         """Reports where a training resumes, or that there is nothing to do."""
-        self._progress = self._new_progress(fit)
-        if self._progress is None:
-            return
+        self._display = self._new_display(fit)
         position = fit.position
         if position.epoch >= fit.epochs:
             words = f"nothing to do: training is complete ({counted(fit.epochs, 'epoch')})"
-            self._progress.note(words)
+            self._display.note(words)
         elif position.samples:
             words = f"resuming epoch {position.epoch + 1} after {position.samples} examples"
-            self._progress.note(words)
+            self._display.note(words)
 
     def on_epoch_begin(self, fit: FitLoop) -> None:
         """Opens a new bar."""
-        if self._progress is not None:
-            self._progress.begin_epoch(fit)
+        self._display.on_epoch_begin(fit)
 
     def on_step(self, fit: FitLoop) -> None:
         """Shows the bar once the first step is compiled."""
-        if self._progress is not None:
-            self._progress.after_step(fit)
+        self._display.on_step(fit)
 
-    def on_metrics(self, fit: FitLoop, step: int, logs: dict[str, float]) -> None:  # noqa: ARG002
+    def on_metrics(self, fit: FitLoop, step: int, logs: dict[str, float]) -> None:
         """Advances the bar."""
-        if self._progress is not None:
-            done = fit.position.epoch_step - (fit.position.step - step)
-            self._progress.update(fit, done)
+        self._display.on_metrics(fit, step, logs)
 
     def on_epoch_end(self, fit: FitLoop, logs: dict[str, float]) -> None:
         """Replaces the bar by a line with the metrics."""
-        if self._progress is not None:
-            self._progress.end_epoch(fit, logs)
+        self._display.on_epoch_end(fit, logs)
 
     def on_fit_end(self, fit: FitLoop) -> None:
         """Reports why a callback stopped the training, if one did."""
-        if self._progress is not None:
-            if fit.stopped:
-                self._progress.note(f"stopped: {fit.stopped}")
-            self._progress.close(fit)
-        self._progress = None
+        display, self._display = self._display, Display()
+        if fit.stopped:
+            display.note(f"stopped: {fit.stopped}")
+        display.on_fit_end(fit)
 
-    def _new_progress(self, fit: FitLoop) -> LogProgress | NotebookProgress | None:
+    def _new_display(self, fit: FitLoop) -> Display:
         if self._file is None and in_notebook():
             return NotebookProgress(fit)
         # A service, such as a daemon, may have no standard error.
         file: TextIO | None = sys.stderr if self._file is None else self._file
         if file is None or (self._file is None and file.closed):
-            return None
+            return Display()
         return TerminalProgress(file) if is_terminal(file) else LogProgress(file)
