@@ -1153,7 +1153,7 @@ _OF_WHOLE_BATCHES = (
     Fault(
         "weights without a gradient",
         f"{_TRAINING}/steps.py",
-        "        if dependence.is_found:",
+        "        if derived:  # the weights depend on the parameters",
         "        if False:",
         ("tests/training/test_whole_batch.py", *_GENERATOR),
         likely="quotients",

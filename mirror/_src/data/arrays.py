@@ -43,17 +43,27 @@ class ArrayDataset(Generic[B]):
         self,
         rows: HostBatch,
         batch_size: int,
-        shuffle: bool,
-        seed: int,
-        drop_remainder: bool,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_remainder: bool = False,
         shard: tuple[int, int] | None = None,
     ) -> None:
+        require_int("batch_size", batch_size)
+        require_int("seed", seed, 0)
+        if seed > _MOST_SEED:
+            raise ValueError(expected("seed", seed, f"at most {_MOST_SEED} (2**32 - 1)"))
+        if drop_remainder and rows.size < batch_size:
+            raise ValueError(
+                f"The arrays have {rows.size} rows, fewer than batch_size={batch_size}. With "
+                "drop_remainder=True there would be no batch. Use a smaller batch_size."
+            )
         self.num_examples = rows.size
-        self.batch_size = batch_size
+        self.batch_size = int(batch_size)
         self.shard = shard
         self._rows = rows
         self._shuffle = shuffle
-        self._seed = seed
+        self._seed = int(seed)
         self._drop_remainder = drop_remainder
         self._epoch = 0
 
@@ -199,7 +209,7 @@ def from_arrays(
     if hasattr(batch_size, "shape"):
         fix = "Pass all arrays as one tree: from_arrays({'x': x, 'y': y}, batch_size=32)."
         raise TypeError(expected("batch_size", batch_size, "a positive integer", fix))
-    return batched(
+    return ArrayDataset(
         in_memory("arrays", arrays),
         batch_size,
         shuffle=shuffle,
@@ -224,28 +234,6 @@ def in_memory(name: str, arrays: PyTree) -> HostBatch:
         )
     require_integers_fit(rows)
     return rows._replace(leaves=tuple(map(np.asarray, rows.leaves)))
-
-
-def batched(
-    rows: HostBatch,
-    batch_size: int,
-    *,
-    shuffle: bool,
-    seed: int,
-    drop_remainder: bool = False,
-    shard: tuple[int, int] | None = None,
-) -> ArrayDataset:
-    """Returns the rows as a dataset; see `from_arrays`."""
-    require_int("batch_size", batch_size)
-    require_int("seed", seed, 0)
-    if seed > _MOST_SEED:
-        raise ValueError(expected("seed", seed, f"at most {_MOST_SEED} (2**32 - 1)"))
-    if drop_remainder and rows.size < batch_size:
-        raise ValueError(
-            f"The arrays have {rows.size} rows, fewer than batch_size={batch_size}. With "
-            "drop_remainder=True there would be no batch. Use a smaller batch_size."
-        )
-    return ArrayDataset(rows, int(batch_size), shuffle, int(seed), drop_remainder, shard)
 
 
 def _require_shard(shard: Any) -> tuple[int, int]:

@@ -29,30 +29,31 @@ _PLATFORMS = ("cpu", "cuda")
 _KNOWN = {"cpu", "cuda", "rocm", "tpu"}
 
 
-def exported(
+def export(
+    path: str | Path,
     step: Callable[..., PyTree],
     fn: Callable[..., PyTree],
     model: nnx.Module,
     example: PyTree,
     batch_size: int | None,
     platforms: Sequence[str] | None,
-    *,
-    in_onnx: bool,
-) -> bytes:
-    """Returns the program of a step of `prediction_step`, for batches like `example`.
+) -> None:
+    """Writes the program of a step of `prediction_step`, for batches like `example`.
 
     Args:
+        path: The file, which appears when it is complete and on the disk. It contains a program in
+            ONNX instead of StableHLO if its name ends so.
         step: The step.
         fn: The function that it applies, for messages.
         model: The model; it is not changed.
         example: A batch.
         batch_size: Number of rows of a batch, or None for any number.
         platforms: JAX's names of the platforms on which the program may run.
-        in_onnx: Whether to return a program in ONNX instead of StableHLO.
 
     Raises:
         ValueError: If the program contains host callbacks, or cannot be converted to ONNX.
     """
+    in_onnx = str(path).lower().endswith(".onnx")
     if isinstance(platforms, str) or not {*(platforms or ())} <= _KNOWN:
         raise ValueError(expected("platforms", platforms, f"a list of {sorted(_KNOWN)}"))
     if in_onnx and platforms is not None:
@@ -83,9 +84,13 @@ def exported(
             raise
         _require_no_callbacks(fn, traced.jaxpr)
         if in_onnx:
-            return _onnx_of(fn, program, batch, specs)
-        platforms = _PLATFORMS if platforms is None else platforms
-        return bytes(jax_export.export(compiled, platforms=platforms)(specs).serialize())
+            data = _onnx_of(fn, program, batch, specs)
+        else:
+            names = _PLATFORMS if platforms is None else platforms
+            data = bytes(jax_export.export(compiled, platforms=names)(specs).serialize())
+    target = path_of_argument("path", path)
+    with named_errors("write", target):
+        write_file(target, [data])
 
 
 def _onnx_of(
@@ -143,10 +148,3 @@ def _require_no_callbacks(fn: Callable[..., Any], program: Any) -> None:
                 f"{user_line(eqn)} calls Python, which an exported program does not contain. "
                 "Remove it, or pass a function without it: trainer.export(path, example, fn)."
             )
-
-
-def write(path: str | Path, program: bytes) -> None:
-    """Writes the program to its path when it is complete and on the disk."""
-    target = path_of_argument("path", path)
-    with named_errors("write", target):
-        write_file(target, [program])

@@ -6,7 +6,7 @@ import operator
 import sys
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import jax
 import numpy as np
@@ -16,19 +16,12 @@ from mirror._src.base.closing import closing
 from mirror._src.base.errors import describe, expected, require_int
 from mirror._src.base.naming import depth_of_user
 from mirror._src.base.types import PyTree
-from mirror._src.data.arrays import ArrayDataset, batched, in_memory
+from mirror._src.data.arrays import ArrayDataset, in_memory
 from mirror._src.data.distribute import DistributedDataset
 from mirror._src.data.foreign import is_array
 from mirror._src.data.padded import PaddedBatch, PaddedDataset
 
 _SHOWN_NAMES = 4
-
-
-class FitData(NamedTuple):
-    """The data of one `fit`: iterables of global batches."""
-
-    training: Iterable[PyTree]
-    validation: Iterable[PyTree] | None
 
 
 def fit_data(
@@ -39,8 +32,8 @@ def fit_data(
     validation_split: float,
     shuffle: bool | None,
     seed: int | None,
-) -> FitData:
-    """Returns the data of `Trainer.fit`.
+) -> tuple[Iterable[PyTree], Iterable[PyTree] | None]:
+    """Returns the training and validation data of `Trainer.fit`, as iterables of global batches.
 
     Raises:
         ValueError: If in-memory arrays are passed without `batch_size`, an option for in-memory
@@ -54,17 +47,17 @@ def fit_data(
             "shuffle": shuffle,
             "seed": seed,
         }
-        _reject_options("data", data, options)
+        _reject_options(data, options)
         if validation_data is not None and has_arrays(validation_data):
             raise ValueError(
                 f"`validation_data` is {_shown(validation_data)}, but `data` is a dataset of "
                 "batches. Choose the batch size: "
                 "validation_data=mirror.data.from_arrays(validation_data, batch_size=32)."
             )
-        return FitData(data, validation_data)
+        return data, validation_data
     if shuffle is not None and not isinstance(shuffle, bool):
         raise TypeError(expected("shuffle", shuffle, "True or False"))
-    batch_size = _require_batch_size("fit", "data", data, batch_size)
+    batch_size = _require_batch_size("fit", data, batch_size)
     rows = in_memory("data", data)
     held_out = _num_held_out(rows.size, validation_split)
     if held_out and validation_data is not None:
@@ -74,14 +67,13 @@ def fit_data(
         )
     if held_out:
         end = rows.size - held_out
-        validation_data = batched(rows.without(end), batch_size, shuffle=False, seed=0)
+        validation_data = ArrayDataset(rows.without(end), batch_size)
         rows = rows.first(end)
     elif validation_data is not None and has_arrays(validation_data):
-        whole = in_memory("validation_data", validation_data)
-        validation_data = batched(whole, batch_size, shuffle=False, seed=0)
-    shuffles = shuffle is not False
-    training = batched(rows, batch_size, shuffle=shuffles, seed=0 if seed is None else seed)
-    return FitData(training, validation_data)
+        validation_data = ArrayDataset(in_memory("validation_data", validation_data), batch_size)
+    seed = 0 if seed is None else seed
+    training: Any = ArrayDataset(rows, batch_size, shuffle=shuffle is not False, seed=seed)
+    return training, validation_data
 
 
 def batches_of(method: str, data: Any, batch_size: int | None) -> Iterable[PyTree]:
@@ -92,10 +84,10 @@ def batches_of(method: str, data: Any, batch_size: int | None) -> Iterable[PyTre
             data.
     """
     if not has_arrays(data, batch_size):
-        _reject_options("data", data, {"batch_size": batch_size})
+        _reject_options(data, {"batch_size": batch_size})
         return data
-    batch_size = _require_batch_size(method, "data", data, batch_size)
-    return batched(in_memory("data", data), batch_size, shuffle=False, seed=0)
+    batch_size = _require_batch_size(method, data, batch_size)
+    return ArrayDataset(in_memory("data", data), batch_size)
 
 
 def first_batch(data: Any) -> PyTree:
@@ -146,17 +138,17 @@ def _is_column(leaf: Any) -> bool:
     return all(isinstance(each, int | float | str) for each in leaves)
 
 
-def _require_batch_size(method: str, name: str, data: Any, batch_size: int | None) -> int:
+def _require_batch_size(method: str, data: Any, batch_size: int | None) -> int:
     if batch_size is None:
         raise ValueError(
-            f"`{name}` is {_shown(data)}, so `batch_size` is required, the number of examples per "
-            f"step of all replicas together: trainer.{method}({name}, batch_size=32). To "
+            f"`data` is {_shown(data)}, so `batch_size` is required, the number of examples per "
+            f"step of all replicas together: trainer.{method}(data, batch_size=32). To "
             "train on several datasets, such as a dict of splits, pass one of them."
         )
     return batch_size
 
 
-def _reject_options(name: str, data: Any, options: Mapping[str, Any]) -> None:
+def _reject_options(data: Any, options: Mapping[str, Any]) -> None:
     """Rejects options that only in-memory arrays have."""
     given = {option: value for option, value in options.items() if value is not None}
     if not given:
@@ -177,7 +169,7 @@ def _reject_options(name: str, data: Any, options: Mapping[str, Any]) -> None:
         )
     raise ValueError(
         f"{written} requires in-memory arrays: a dict or a tuple of arrays, or one array. "
-        f"`{name}` is {_shown(data)}. {fix}"
+        f"`data` is {_shown(data)}. {fix}"
     )
 
 
@@ -330,25 +322,26 @@ class Validation:
             return itertools.islice(self._data, self.num_batches)
         return self._data
 
-    def after_batch(self, count: int, num_trained: int) -> None:
-        """Warns once that the data may have no end, if they are suspiciously long.
+    def observed(
+        self, num_trained: int, batches: Iterator[PaddedBatch]
+    ) -> Generator[PaddedBatch, None, None]:
+        """Yields the batches of an epoch; warns in the first one if they may have no end.
 
         Args:
-            count: Number of batches of this validation.
             num_trained: Number of batches of the epoch of training.
+            batches: The batches of this validation.
         """
-        if self._has_ended or self.num_batches is not None or _has_len(self._data):
-            return
-        if count == max(_FEWEST_BATCHES, _TIMES_THE_EPOCH * num_trained):
-            warnings.warn(
-                f"Validation has read {count} batches of `validation_data`, which has no len(); "
-                f"the epoch trained on {num_trained}. If the data has no end, `fit` waits forever. "
-                "Limit it: trainer.fit(..., validation_steps=100).",
-                stacklevel=depth_of_user(),
-            )
-
-    def after_pass(self) -> None:
-        """Notes that the data has an end."""
+        is_known = self._has_ended or self.num_batches is not None or _has_len(self._data)
+        most = max(_FEWEST_BATCHES, _TIMES_THE_EPOCH * num_trained)
+        for count, batch in enumerate(batches, 1):
+            yield batch
+            if count == most and not is_known:
+                warnings.warn(
+                    f"Validation has read {count} batches of `validation_data`, which has no "
+                    f"len(); the epoch trained on {num_trained}. If the data has no end, `fit` "
+                    "waits forever. Limit it: trainer.fit(..., validation_steps=100).",
+                    stacklevel=depth_of_user(),
+                )
         self._has_ended = True
 
 

@@ -246,7 +246,7 @@ class NamedLoss:
 
     def warning_about(self, program: ClosedJaxpr) -> str | None:
         """Returns a warning about a step whose model returns probabilities instead of logits."""
-        function = activation_of(program, MODEL_OUTPUTS) if self.takes_logits else None
+        function = activation_of(program, MODEL_OUTPUTS)
         if function is None:
             return None
         return (

@@ -136,8 +136,6 @@ class Objective:
 
     Attributes:
         loss_fn: The function, or the named loss.
-        half_precision: Dtype of the losses if it is smaller than float32, known after a trace.
-        is_traced: Whether a step was traced whose outputs have not been examined.
         evaluated: Names of metrics that only evaluation computes, known after a trace.
 
     Raises:
@@ -186,9 +184,9 @@ class Objective:
             raise TypeError(expected("penalty", penalty, "callable", fix))
         self._penalty = penalty
         self.precision = Precision(None) if precision is None else precision
-        self.half_precision: str | None = None
-        self.is_traced = False
         self.evaluated: tuple[str, ...] = ()
+        self._half_precision: str | None = None  # the dtype of the losses, after a trace
+        self._is_traced = False  # since the last warnings
         self._has_warned = self._is_examined = False
         self._sample_weight = sample_weight
         self._class_weight = class_weight
@@ -208,35 +206,35 @@ class Objective:
         if self._labels.num_classes is not None:
             _factors(class_weight, self._labels.num_classes)
 
-    def warn_of_half_precision(self) -> None:
-        """Warns once if the losses are smaller than float32, in which mirror adds them up."""
-        dtype, self.half_precision = self.half_precision, None
-        if dtype is None or self._has_warned:
-            return
-        self._has_warned = True
-        warnings.warn(
-            f"The per-example losses of {name_of(self.loss_fn)} are {dtype}, with only "
-            f"{_DIGITS.get(dtype, 'few')} significant digits. Compute the loss in float32: "
-            "logits = logits.astype(jnp.float32).",
-            stacklevel=depth_of_user(),
-        )
+    def warn_after_trace(self, traced: Callable[[], ClosedJaxpr]) -> None:
+        """Warns, after a trace, of losses in half precision and of probabilities, each once.
 
-    def warn_of_probabilities(self, traced: Callable[[], ClosedJaxpr]) -> None:
-        """Warns once if a model returns probabilities to a loss that takes logits.
+        mirror adds up losses in float32, and a loss may take logits that a model does not return.
 
         Args:
             traced: Returns the step that was traced.
         """
-        self.is_traced, is_examined, self._is_examined = False, self._is_examined, True
-        if is_examined or not isinstance(self.loss_fn, NamedLoss) or not self.loss_fn.takes_logits:
+        if not self._is_traced:
             return
-        message = self.loss_fn.warning_about(traced())
-        if message is not None:
-            warnings.warn(message, stacklevel=depth_of_user())
+        self._is_traced = False
+        dtype = self._half_precision
+        if dtype is not None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"The per-example losses of {name_of(self.loss_fn)} are {dtype}, with only "
+                f"{_DIGITS.get(dtype, 'few')} significant digits. Compute the loss in float32: "
+                "logits = logits.astype(jnp.float32).",
+                stacklevel=depth_of_user(),
+            )
+        is_examined, self._is_examined = self._is_examined, True
+        if not is_examined and isinstance(self.loss_fn, NamedLoss) and self.loss_fn.takes_logits:
+            message = self.loss_fn.warning_about(traced())
+            if message is not None:
+                warnings.warn(message, stacklevel=depth_of_user())
 
     def outputs(self, model: Any, batch: PyTree) -> Any:
         """Returns what the loss function returns."""
-        self.is_traced = True
+        self._is_traced = True
         precision = self.precision.computing(name_of(self.loss_fn))
         with describes_batch(self.loss_fn, batch), precision:
             return self.loss_fn(model, batch)
@@ -287,7 +285,7 @@ class Objective:
                 f"{dtype}."
             )
         if is_half(dtype):
-            self.half_precision = str(dtype)
+            self._half_precision = str(dtype)
         of_rows = {str(name): x for name, x in metrics.items() if isinstance(x, Metric)}
         for name, metric in of_rows.items():
             self._require_rows(name, metric, size)

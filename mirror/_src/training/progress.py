@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
-import numpy as np
 
 from mirror._src.base.errors import require_int
 from mirror._src.base.naming import depth_of_user
@@ -97,7 +96,7 @@ class MetricAccumulator:
         collected = []
         while len(self._pending) > running:
             step, sums, _ = self._pending[0]
-            totals, weights, count = _read(sums)
+            totals, count, weights, _ = _read(sums)
             self._pending.popleft()  # not if it failed
             _add(self.totals, totals)
             _add(self.weights, weights)
@@ -150,13 +149,10 @@ def format_metrics(logs: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in logs.items())
 
 
-def _read(sums: Sums) -> tuple[dict[str, float], dict[str, float], int]:
+def _read(sums: Sums) -> Sums:
+    """Returns the sums as numbers of Python, when they have been computed."""
     wait_for(sums)
-    return _numbers(sums.totals), _numbers(sums.weights), int(np.asarray(sums.count))
-
-
-def _numbers(sums: dict[str, Any]) -> dict[str, float]:
-    return {name: number_of(x) for name, x in sums.items()}
+    return jax.tree.map(number_of, sums)
 
 
 def _add(sums: dict[str, float], more: dict[str, float]) -> None:

@@ -1,7 +1,7 @@
 """`StepRunner`: runs training steps, in this process, in all of a job, or on servers."""
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -19,6 +19,7 @@ from mirror._src.inspection.verify import VerifyReport, exact_products, verify
 from mirror._src.jaxprs.equations import equations
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training import steps
+from mirror._src.training.loss_scale import LossScale
 from mirror._src.training.objective import LOSS, Objective, Sums, number_of
 from mirror._src.training.progress import MOST_RUNNING
 
@@ -103,11 +104,8 @@ class Training:
 
     def warn_after_trace(self, step: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         """Issues the warnings about a loss that has just been traced."""
-        if self.objective.is_traced:
-            self.objective.warn_of_half_precision()
-            self.objective.warn_of_probabilities(
-                lambda: self.strategy._runner.traced(step, arguments, {})[1].jaxpr
-            )
+        runner = self.strategy._runner
+        self.objective.warn_after_trace(lambda: runner.traced(step, arguments, {})[1].jaxpr)
 
 
 @final
@@ -250,44 +248,31 @@ class RemoteStrategy(abc.ABC):
         """Returns what runs the steps of a model."""
 
 
-def require_local_options(
-    kind: str,
-    *,
-    steps_per_execution: int,
-    loss_scale: object,
-    stall_secs: float | None,
-    require_equal: bool | None,
-    micro_batch: object,
-) -> None:
+_ONLY_LOCAL = {
+    "steps_per_execution": "Every step is a message. Omit it.",
+    "loss_scale": "A step is skipped by all workers or none. "
+    'Use precision="bfloat16", which needs none.',
+    "stall_secs": "Steps run on the workers, which the strategy watches. Omit it.",
+    "require_equal": "Servers join what the workers compute, which is not traced. "
+    "Use trainer.verify.",
+    "micro_batch": "Workers compute parts of a batch. Pass accumulate_steps.",
+}
+
+
+def require_local_options(kind: str, options: Mapping[str, Any]) -> None:
     """Rejects what a trainer cannot do if its steps run in other processes.
 
+    Args:
+        kind: Name of the strategy's class.
+        options: Options of the trainer by name; None if one is not set.
+
     Raises:
-        ValueError: If one of the options is set.
+        ValueError: If one of them is set.
     """
-    fixes = {
-        f"steps_per_execution={steps_per_execution}": (
-            steps_per_execution > 1,
-            "Every step is a message. Omit it.",
-        ),
-        "loss_scale": (
-            loss_scale is not None,
-            'A step is skipped by all workers or none. Use precision="bfloat16", which needs none.',
-        ),
-        f"stall_secs={stall_secs}": (
-            stall_secs is not None,
-            "Steps run on the workers, which the strategy watches. Omit it.",
-        ),
-        "require_equal=True": (
-            require_equal is True,
-            "Servers join what the workers compute, which is not traced. Use trainer.verify.",
-        ),
-        f"micro_batch={micro_batch!r}": (
-            micro_batch is not None,
-            "Workers compute parts of a batch. Pass accumulate_steps.",
-        ),
-    }
-    for option, (is_set, fix) in fixes.items():
-        if is_set:
+    for name, fix in _ONLY_LOCAL.items():
+        value = options[name]
+        if value is not None:
+            option = name if isinstance(value, LossScale) else f"{name}={value!r}"
             raise ValueError(f"{kind} does not support {option}. {fix}")
 
 

@@ -164,7 +164,7 @@ def _gradients(objective: Objective, wrt: Any) -> Callable[..., Gradients]:
     ) -> Gradients:
         graphdef, state = nnx.split(model)
         before = jax.tree.map(lambda x: x, state)  # the state holds the variables themselves
-        dependence = _Dependence()
+        derived: list[bool] = []
 
         def scaled(total: Array, divisor: Any) -> Array:
             return total / divisor if scale is None else total / divisor * scale
@@ -173,7 +173,7 @@ def _gradients(objective: Objective, wrt: Any) -> Callable[..., Gradients]:
             losses, weights, sums = objective(model, batch, mask)
             divisor: Any = num_rows
             if weights is not None:
-                dependence.note(weights)
+                _note_derivative(weights, derived)
                 is_small = scale is not None or objective.precision.has_float16(model)
                 divisor = _common_weight(sums) if is_small else num_rows
             return scaled(_total(losses, sums), divisor), (sums._replace(metrics={}), divisor)
@@ -190,7 +190,7 @@ def _gradients(objective: Objective, wrt: Any) -> Callable[..., Gradients]:
         if LOSS not in sums.weights:
             return [grads], sums
         found = [grads]
-        if dependence.is_found:
+        if derived:  # the weights depend on the parameters
             _require_whole_batch(objective)
             # XLA merges this forward pass with the other one.
             found.append(gradient(loss_of_weights, nnx.merge(graphdef, before, copy=True))[0])
@@ -219,26 +219,20 @@ def _all_reduced(means: list[PyTree], sums: Sums, num_rows: int) -> Gradients:
     return totals, carried(received)
 
 
-class _Dependence:
-    """Finds whether a value depends on the parameters with respect to which JAX differentiates."""
+def _note_derivative(value: Array, derived: list[bool]) -> None:
+    """Adds True to a list if a value depends on the parameters; called while JAX differentiates."""
 
-    def __init__(self) -> None:
-        self.is_found = False
+    @jax.custom_jvp
+    def identity(x: Array) -> Array:
+        return x
 
-    def note(self, value: Array) -> None:
-        """Notes whether the value has a gradient; called while JAX differentiates."""
+    def derivative(primals: Any, tangents: Any) -> Any:
+        derived.append(True)  # JAX does not call this for values without a tangent
+        return primals[0], tangents[0]
 
-        @jax.custom_jvp
-        def identity(x: Array) -> Array:
-            return x
-
-        def derivative(primals: Any, tangents: Any) -> Any:
-            self.is_found = True  # JAX does not call this for values without a tangent
-            return primals[0], tangents[0]
-
-        identity.defjvp(derivative, symbolic_zeros=True)
-        if jnp.issubdtype(value.dtype, jnp.floating):
-            identity(value)
+    identity.defjvp(derivative, symbolic_zeros=True)
+    if jnp.issubdtype(value.dtype, jnp.floating):
+        identity(value)
 
 
 def _require_whole_batch(objective: Objective) -> None:

@@ -36,7 +36,7 @@ from mirror._src.training.checkpoints import snapshot
 from mirror._src.training.checkpoints.directory import find_checkpoint
 from mirror._src.training.checkpoints.from_chief import BroadcastRestore
 from mirror._src.training.checkpoints.store import CheckpointStore
-from mirror._src.training.export import exported, write
+from mirror._src.training.export import export
 from mirror._src.training.history import History
 from mirror._src.training.inputs import (
     Validation,
@@ -271,14 +271,14 @@ class Trainer(Generic[M]):
             from_logits,
         )
         if isinstance(self.strategy, RemoteStrategy):
-            require_local_options(
-                type(self.strategy).__name__,
-                steps_per_execution=self.steps_per_execution,
-                loss_scale=self.loss_scale,
-                stall_secs=stall_secs,
-                require_equal=require_equal,
-                micro_batch=micro_batch,
-            )
+            options = {
+                "steps_per_execution": steps_per_execution if steps_per_execution > 1 else None,
+                "loss_scale": self.loss_scale,
+                "stall_secs": stall_secs,
+                "require_equal": require_equal or None,
+                "micro_batch": micro_batch,
+            }
+            require_local_options(type(self.strategy).__name__, options)
         self._local, self._require_equal = local, require_equal
         self._split_batches(int(accumulate_steps))
         self._trained_examples = steps.examples_of(self._objective, in_training=True)
@@ -468,13 +468,8 @@ class Trainer(Generic[M]):
         return loop.history
 
     def _validate(self, validation: Validation, num_trained: int) -> dict[str, float]:
-        means = self._evaluate(
-            validation.batches(),
-            validation.num_batches,
-            lambda count: validation.after_batch(count, num_trained),
-        )
-        validation.after_pass()
-        return means
+        observed = functools.partial(validation.observed, num_trained)
+        return self._evaluate(validation.batches(), validation.num_batches, observed)
 
     @api_boundary
     @explains_arguments
@@ -501,15 +496,15 @@ class Trainer(Generic[M]):
         self,
         data: Iterable[PyTree],
         most: int | None = None,
-        after_batch: Callable[[int], None] | None = None,
+        observed: Callable[[Iterator[PaddedBatch]], Iterable[PaddedBatch]] = iter,
     ) -> dict[str, float]:
-        """Evaluates all batches, or the first `most`, and calls `after_batch` with their number."""
+        """Evaluates all batches, or the first `most`, of the pass that `observed` returns."""
         meter, metrics = MetricAccumulator(), MetricTotals(self._local)
         distributed = self._distributed(data)
         model, step = self._objects["model"], self._training.evaluate_step
         with self._watched(), self._using("evaluate"):
             batches = whole_pass(distributed, most=most, inspect=self._objective.inspect)
-            for count, batch in enumerate(batches, 1):
+            for batch in observed(batches):
                 self._rows.warn_of_training_mode(self._evaluated_examples, model, batch)
                 (padded,) = self._rows.without_padding(self._evaluated_examples, model, batch)
                 arguments = (model, padded.batch, padded.mask)
@@ -518,8 +513,6 @@ class Trainer(Generic[M]):
                 metrics.add(sums.metrics, padded.mask)
                 self._training.warn_after_trace(step, arguments)
                 meter.collect(running=MOST_RUNNING)
-                if after_batch is not None:
-                    after_batch(count)
             meter.collect()
             return {**meter.means, **metrics.values()}
 
@@ -613,16 +606,10 @@ class Trainer(Generic[M]):
         >>> trainer.export("model.jax", np.ones((1, 2), "float32"))
         """
         fn = require_prediction(fn, example, self._outputs)
-        with self._using("export"):
-            model, step = self._objects["model"], self._predict_step(fn)
-            try:
-                if self._local.is_chief:
-                    in_onnx = str(path).lower().endswith(".onnx")
-                    options = batch_size, platforms
-                    write(path, exported(step, fn, model, example, *options, in_onnx=in_onnx))
-            finally:
-                if self._local._spans_processes:
-                    barrier("trainer.export")
+        with self._using("export"), self._complete_for_all("trainer.export"):
+            if self._local.is_chief:
+                model, step = self._objects["model"], self._predict_step(fn)
+                export(path, step, fn, model, example, batch_size, platforms)
 
     @api_boundary
     def summary(self, data: Data) -> Table:
@@ -709,22 +696,22 @@ class Trainer(Generic[M]):
         >>> trainer.restore("checkpoints")
         >>> history = trainer.fit(data, epochs=9, progress=False)
         """
-        with self._using("save"):
-            if not self._local._spans_processes:
-                self._write(directory)
+        with self._using("save"), self._complete_for_all("trainer.save"):
+            if not self._local.is_chief:
+                self._checkpoint_state()  # aggregating an "on_read" variable is a collective
                 return
-            try:
-                if self._local.is_chief:
-                    self._write(directory)
-                else:
-                    self._checkpoint_state()  # aggregating an "on_read" variable is a collective
-            finally:
-                barrier("trainer.save")  # then every process can read it
+            with CheckpointStore(directory, asynchronous=False) as store:
+                arrays, position = self._checkpoint_state()
+                store.save(position["step"], arrays, position)
 
-    def _write(self, directory: str | Path) -> None:
-        with CheckpointStore(directory, asynchronous=False) as store:
-            arrays, position = self._checkpoint_state()
-            store.save(position["step"], arrays, position)
+    @contextlib.contextmanager
+    def _complete_for_all(self, name: str) -> Iterator[None]:
+        """Context manager in which the chief writes; after it, every process can read."""
+        try:
+            yield
+        finally:
+            if self._local._spans_processes:
+                barrier(name)
 
     @api_boundary
     def restore(self, directory: str | Path, step: int | str = "last") -> None:
