@@ -3,7 +3,7 @@
 import abc
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, final
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar, final
 
 import numpy as np
 
@@ -84,10 +84,12 @@ class Pass(abc.ABC):
 
     Args:
         batches: The batches that this process reads.
+        num_replicas: Number of replicas whose rows this process reads.
     """
 
-    def __init__(self, batches: Iterator[PyTree]) -> None:
+    def __init__(self, batches: Iterator[PyTree], num_replicas: int) -> None:
         self.batches = batches
+        self._num_replicas = num_replicas
 
     @abc.abstractmethod
     def steps(self, batches: Iterator[HostBatch], plan: Plan) -> Generator[InputBatch]:
@@ -116,12 +118,17 @@ class Pass(abc.ABC):
 
 
 class Input(abc.ABC):
-    """Base class for the ways in which processes read global batches."""
+    """Base class for the ways in which processes read global batches.
 
-    @property
-    @abc.abstractmethod
-    def is_local(self) -> bool:
-        """Whether each process reads only a part of a global batch."""
+    Attributes:
+        is_local: Whether each process reads only a part of a global batch.
+        num_rows: Number of replicas whose rows this process reads.
+    """
+
+    is_local: ClassVar[bool]
+
+    def __init__(self, replicas: ReplicaDevices, num_rows: int) -> None:
+        self._replicas, self.num_rows = replicas, num_rows
 
     @abc.abstractmethod
     def start(self, batches: Iterator[PyTree], order: str) -> Pass:
@@ -136,43 +143,28 @@ class Input(abc.ABC):
     def place(self, rows: Any) -> Any:
         """Puts rows `(num_rows, *shape)` on the devices of their replicas."""
 
-    @property
-    @abc.abstractmethod
-    def num_rows(self) -> int:
-        """The number of replicas whose rows this process reads."""
-
 
 @final
 class GlobalInput(Input):
     """Each process reads whole global batches, and places the rows of its own replicas."""
 
+    is_local = False
+
     def __init__(self, replicas: ReplicaDevices) -> None:
-        self._replicas = replicas
+        super().__init__(replicas, len(replicas))
         self._same = SameBatches() if replicas.spans_processes else None
 
-    @property
-    def is_local(self) -> bool:
-        return False
-
-    def start(self, batches: Iterator[PyTree], order: str) -> "Pass":
+    def start(self, batches: Iterator[PyTree], order: str) -> Pass:
         del order  # the batches themselves are compared
         compared = batches if self._same is None else self._same.start(batches)
-        return _GlobalPass(compared, len(self._replicas))
+        return _GlobalPass(compared, self.num_rows)
 
     def place(self, rows: Any) -> Any:
         return self._replicas.stack(rows)
 
-    @property
-    def num_rows(self) -> int:
-        return len(self._replicas)
-
 
 @final
 class _GlobalPass(Pass):
-    def __init__(self, batches: Iterator[PyTree], num_replicas: int) -> None:
-        super().__init__(batches)
-        self._num_replicas = num_replicas
-
     def steps(self, batches: Iterator[HostBatch], plan: Plan) -> Generator[InputBatch]:
         full, left = 0, plan.num_skipped
         for batch in batches:

@@ -4,6 +4,7 @@ A global batch is the parts of all processes, one after the other. The parts may
 of them are padded to the same number of rows, which the processes agree on before the step.
 """
 
+import contextlib
 import functools
 import itertools
 import warnings
@@ -39,16 +40,14 @@ from mirror._src.devices.replicas import ReplicaDevices
 class LocalInput(Input):
     """Each process reads and places the rows of its own replicas only."""
 
+    is_local = True
+
     def __init__(self, replicas: ReplicaDevices) -> None:
-        self._replicas = replicas
+        super().__init__(replicas, len(replicas.local_ids))
         line, self._key = name_dataset("local")
         self._what = f"the dataset of {line}"
         self._passes = itertools.count()
         close_at_exit()
-
-    @property
-    def is_local(self) -> bool:
-        return True
 
     def start(self, batches: Iterator[PyTree], order: str) -> Pass:
         number = next(self._passes)
@@ -57,10 +56,6 @@ class LocalInput(Input):
 
     def place(self, rows: Any) -> Any:
         return self._replicas.stack_local(np.asarray(rows))
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._replicas.local_ids)
 
 
 @final
@@ -73,8 +68,7 @@ class _LocalPass(Pass):
         order: str,
         is_first: bool,
     ) -> None:
-        super().__init__(batches)
-        self._num_replicas = num_replicas
+        super().__init__(batches, num_replicas)
         self._exchange = exchange
         self._order = order
         self._is_first = is_first
@@ -83,29 +77,24 @@ class _LocalPass(Pass):
         self._exchange.cancel()
 
     def steps(self, batches: Iterator[HostBatch], plan: Plan) -> Generator[InputBatch]:
-        try:
-            yield from self._steps(batches, plan)
-        finally:
-            self._exchange.close()
-
-    def _steps(self, batches: Iterator[HostBatch], plan: Plan) -> Iterator[InputBatch]:
         per_replica, left, state = 0, plan.num_skipped, None
-        padding = _Padding()
-        while True:
-            batch = self._next(batches, plan)
-            state = state if batch is None else batch.state
-            step = self._agreed(batch, state, plan)
-            if step is None or (step.has_ended and plan.remainder == "drop"):
-                break
-            if not self._is_kept(step, plan) or (plan.skips_empty and not step.total):
-                continue
-            per_replica = grown(per_replica, self._needed(step.largest), plan.multiple)
-            rows = padding.fill(batch, functools.partial(self._exchange.form, step.form))
-            if left:
-                left -= self._skipped(left, step)
-                continue
-            yield InputBatch(rows, step.total, per_replica * self._num_replicas, step.states)
-        require_none_left(plan.skip, left)
+        padding, n = _Padding(), self._num_replicas
+        with contextlib.closing(self._exchange):
+            while True:
+                batch = self._next(batches, plan)
+                state = state if batch is None else batch.state
+                step = self._agreed(batch, state, plan)
+                if step is None or (step.has_ended and plan.remainder == "drop"):
+                    break
+                if not self._is_kept(step, plan) or (plan.skips_empty and not step.total):
+                    continue
+                per_replica = grown(per_replica, -(-step.largest // n), plan.multiple)
+                rows = padding.fill(batch, functools.partial(self._exchange.form, step.form))
+                if left:
+                    left -= self._skipped(left, step)
+                    continue
+                yield InputBatch(rows, step.total, per_replica * n, step.states)
+            require_none_left(plan.skip, left)
 
     def _next(self, batches: Iterator[HostBatch], plan: Plan) -> HostBatch | None:
         """Returns the next part; None at the end."""
@@ -151,9 +140,6 @@ class _LocalPass(Pass):
         )
         return Form(settings, str(batch.treedef), leaves)
 
-    def _needed(self, largest: int) -> int:
-        return -(-largest // self._num_replicas)
-
     def _is_kept(self, step: Step, plan: Plan) -> bool:
         """Whether a step takes place; as `is_kept`, for the parts of all processes.
 
@@ -189,32 +175,24 @@ class _LocalPass(Pass):
     def groups(
         self, num: int, join: Callable[[list[PyTree]], T], form: Callable[[T], Form]
     ) -> Generator[T]:
-        try:
-            yield from self._groups(num, join, form)
-        finally:
-            self._exchange.close()
-
-    def _groups(
-        self, num: int, join: Callable[[list[PyTree]], T], form: Callable[[T], Form]
-    ) -> Iterator[T]:
-        while True:
-            try:
-                group = taken(self.batches, num)
-                joined = join(group) if len(group) == num else None
-            except Exception as error:
-                self._exchange.fail(error)
-                raise
-            if joined is None:
-                step = self._exchange.end()
-            else:
-                step = self._exchange.agree(num, form(joined))
-            if step is None or step.has_ended:
-                if group:
-                    why = "" if step is None else f", in all processes ({step.sizes})"
-                    warn_of_dropped(len(group), num, why)
-                return
-            assert joined is not None
-            yield joined
+        with contextlib.closing(self._exchange):
+            while True:
+                try:
+                    group = taken(self.batches, num)
+                    joined = join(group) if len(group) == num else None
+                except Exception as error:
+                    self._exchange.fail(error)
+                    raise
+                if joined is None:
+                    step = self._exchange.end()
+                else:
+                    step = self._exchange.agree(num, form(joined))
+                if joined is None or step is None or step.has_ended:
+                    if group:
+                        why = "" if step is None else f", in all processes ({step.sizes})"
+                        warn_of_dropped(len(group), num, why)
+                    return
+                yield joined
 
 
 class _Padding:

@@ -84,8 +84,7 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
         require_int("multiple", plan.multiple)
         require_int("group", plan.group)
         require_int("skip", plan.skip, 0)
-        self._plan = plan
-        self._group = plan.group
+        self._plan, self._group = plan, plan.group
 
     def __len__(self) -> int:
         """The number of launches in a whole pass, if the length of the source is known."""

@@ -25,38 +25,32 @@ class Source:
     Args:
         dataset: Iterable of batches.
         fix: How to make a second pass possible, for the error message.
+
+    Attributes:
+        dataset: The iterable.
+        advice: The line of code that makes batches of such a dataset, for messages.
     """
 
     def __init__(self, dataset: Iterable[PyTree], fix: str) -> None:
-        self._dataset = dataset
+        self.dataset, self.advice = dataset, advice(dataset)
         self._fix = fix
         self._is_exhausted = False
         self._peeked: list[PyTree] = []
 
     def __len__(self) -> int:
-        return len(self._dataset)  # type: ignore[arg-type]
+        return len(self.dataset)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
-        name = type(self._dataset).__name__
-        if not isinstance(self._dataset, list | tuple | ArrayDataset):
+        name = type(self.dataset).__name__
+        if not isinstance(self.dataset, list | tuple | ArrayDataset):
             return name  # the length of others may take long
-        count = len(self._dataset)
+        count = len(self.dataset)
         return f"{name} of 1 batch" if count == 1 else f"{name} of {count} batches"
-
-    @property
-    def advice(self) -> str:
-        """The line of code that makes batches of such a dataset, for messages."""
-        return advice(self._dataset)
-
-    @property
-    def dataset(self) -> Iterable[PyTree]:
-        """The dataset."""
-        return self._dataset
 
     @property
     def order(self) -> str:
         """Description of the order of the next pass, or "" if it is unknown."""
-        return self._dataset.order if isinstance(self._dataset, ArrayDataset) else ""
+        return self.dataset.order if isinstance(self.dataset, ArrayDataset) else ""
 
     def start(self, state: dict[str, Any] | None, *, is_local: bool) -> StatefulPass:
         """Starts a pass, in the calling thread and before any later `set_epoch`.
@@ -69,7 +63,7 @@ class Source:
             ValueError: If the dataset is an exhausted iterator.
         """
         self._require_batches_left()
-        started = StatefulPass(self._dataset, state, is_local=is_local)
+        started = StatefulPass(self.dataset, state, is_local=is_local)
         if started.is_only:
             self._is_exhausted = True
             peeked, self._peeked = self._peeked, []
@@ -78,11 +72,11 @@ class Source:
 
     def peek(self, count: int = 1) -> list[PyTree]:
         """Returns up to `count` first batches of the next pass, without consuming them."""
-        if isinstance(self._dataset, ArrayDataset):
-            return self._dataset.peek(count)
+        if isinstance(self.dataset, ArrayDataset):
+            return self.dataset.peek(count)
         self._require_batches_left()
-        batches = iter(self._dataset)
-        if batches is not self._dataset:
+        batches = iter(self.dataset)
+        if batches is not self.dataset:
             return [copied(batch) for batch in itertools.islice(batches, count)]
         missing = max(count - len(self._peeked), 0)
         self._peeked += [copied(batch) for batch in itertools.islice(batches, missing)]
@@ -90,8 +84,8 @@ class Source:
 
     def set_epoch(self, epoch: int) -> None:
         """Passes the number of the next epoch to the dataset, or to the parts of a torch loader."""
-        parts = [getattr(self._dataset, p, None) for p in ("sampler", "batch_sampler", "dataset")]
-        for part in (self._dataset, *parts):
+        parts = [getattr(self.dataset, p, None) for p in ("sampler", "batch_sampler", "dataset")]
+        for part in (self.dataset, *parts):
             method = getattr(part, "set_epoch", None)
             if callable(method):
                 method(epoch)

@@ -7,8 +7,8 @@ there are two messages per process and step, not one per pair.
 """
 
 import atexit
+import functools
 import hashlib
-import itertools
 import json
 import threading
 import time
@@ -264,16 +264,15 @@ def _shown(parts: Sequence[Part]) -> str:
 
 
 _has_exited = threading.Event()
-_registered = itertools.count()
 
 
+@functools.cache
 def close_at_exit() -> None:
     """Makes sure that no thread uses the store once JAX has closed it, at the end of the process.
 
     Called in a job of several processes, so that it ends the threads before JAX's own function.
     """
-    if next(_registered) == 0:
-        atexit.register(_end_all)
+    atexit.register(_end_all)
 
 
 def _end_all() -> None:
