@@ -359,6 +359,13 @@ def test_saving_the_same_arrays_keeps_their_metrics(tmp_path):
     assert load(tmp_path, "best").step == 1
 
 
+def test_best_is_by_the_metric_that_was_named_last(tmp_path):
+    """Also if the training that named it has restarted, and made fewer steps."""
+    put(tmp_path, 4, 8, metrics=lambda step: {"loss": 1 / step}, keep_best=LOWEST)
+    put(tmp_path, 1, 2, metrics=lambda step: {"error": step}, keep_best=("error", "min"))
+    assert load(tmp_path, "best").step == 1
+
+
 # What an interrupted save leaves
 
 

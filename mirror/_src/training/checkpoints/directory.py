@@ -228,7 +228,7 @@ def _chosen_step(directory: Path, paths: dict[int, Path], step: Any) -> int:
 
 
 def _best_step(directory: Path, paths: dict[int, Path]) -> int:
-    headers = {step: _metadata_of(step, paths) for step in paths}
+    headers = {step: _metadata_of(step, paths) for step in in_order_of_writing(paths)}
     rule = next((a["keep_best"] for a in reversed(headers.values()) if a["keep_best"]), None)
     best = best_of(headers, rule) if rule else None
     if best is None:
