@@ -293,8 +293,9 @@ def test_validation_metrics_without_validation_are_rejected_before_the_first_ste
             trainer = new_trainer()
             before = trainer._position.step
             fix = "Monitor 'loss'" if name == "NaNGuard" else "validation_data=..."
-            with raises(ValueError, names=[name, "'val_loss'", "'loss'"], fix=fix):
+            with raises(ValueError, names=[name, "'val_loss'", "'loss'"], fix=fix) as caught:
                 fit(trainer, 1, MONITORS[name](tmp_path, "val_loss"))
+            assert not hasattr(caught.value, "__notes__"), "the callback cannot end"
             assert trainer._position.step == before
 
 
@@ -397,8 +398,9 @@ def test_checkpoint_contains_metrics_of_later_callbacks(tmp_path):
 def test_checkpoint_reports_write_errors(tmp_path):
     (tmp_path / "file").touch()
     recorder = Recorder()
-    with raises(OSError, values=tmp_path / "file"):
+    with raises(OSError, values=tmp_path / "file") as caught:
         fit(new_trainer(), 1, recorder, callbacks.Checkpoint(tmp_path / "file"))
+    assert not hasattr(caught.value, "__notes__"), "the callback cannot end"
     assert recorder.hooks == ["fit_begin", "fit_end"]
 
 

@@ -95,6 +95,8 @@ class Checkpoint(Callback):
 
     def on_fit_begin(self, fit: FitLoop) -> None:
         """Opens the directory."""
+        self._saved, self._due = fit.position.step, False
+        self._termination = Termination(self._grace_secs, self._say_late)
         if self._monitor is not None:
             self._monitor.require_validation(fit)
         if fit.trainer.strategy.is_chief:  # the others have the same arrays
@@ -104,8 +106,6 @@ class Checkpoint(Callback):
                 keep_best=self._best,
                 asynchronous=self._asynchronous,
             )
-        self._saved, self._due = fit.position.step, False
-        self._termination = Termination(self._grace_secs, self._say_late)
 
     def on_epoch_begin(self, fit: FitLoop) -> None:
         """Writes the checkpoint of the previous epoch."""
