@@ -3,6 +3,7 @@
 import abc
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar, final
 
 import numpy as np
@@ -79,17 +80,17 @@ class InputBatch(NamedTuple):
         return mask_of(self.batch, full)
 
 
+@dataclass(eq=False)
 class Pass(abc.ABC):
     """A pass over the batches of a dataset.
 
-    Args:
+    Attributes:
         batches: The batches that this process reads.
         num_replicas: Number of replicas whose rows this process reads.
     """
 
-    def __init__(self, batches: Iterator[PyTree], num_replicas: int) -> None:
-        self.batches = batches
-        self._num_replicas = num_replicas
+    batches: Iterator[PyTree]
+    num_replicas: int
 
     @abc.abstractmethod
     def steps(self, batches: Iterator[HostBatch], plan: Plan) -> Generator[InputBatch]:
@@ -169,9 +170,9 @@ class _GlobalPass(Pass):
         full, left = 0, plan.num_skipped
         for batch in batches:
             is_empty = plan.skips_empty and not batch.size
-            if not is_kept(batch, self._num_replicas, plan.remainder) or is_empty:
+            if not is_kept(batch, self.num_replicas, plan.remainder) or is_empty:
                 continue
-            full = grown(full, batch.size, self._num_replicas * plan.multiple)
+            full = grown(full, batch.size, self.num_replicas * plan.multiple)
             skipped = min(left, batch.size)
             left -= skipped
             if not skipped or skipped < batch.size:

@@ -9,6 +9,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -59,27 +60,19 @@ class LocalInput(Input):
 
 
 @final
+@dataclass(eq=False)
 class _LocalPass(Pass):
-    def __init__(
-        self,
-        batches: Iterator[PyTree],
-        num_replicas: int,
-        exchange: StepExchange,
-        order: str,
-        is_first: bool,
-    ) -> None:
-        super().__init__(batches, num_replicas)
-        self._exchange = exchange
-        self._order = order
-        self._is_first = is_first
+    exchange: StepExchange
+    order: str
+    is_first: bool
 
     def cancel(self) -> None:
-        self._exchange.cancel()
+        self.exchange.cancel()
 
     def steps(self, batches: Iterator[HostBatch], plan: Plan) -> Generator[InputBatch]:
         per_replica, left, state = 0, plan.num_skipped, None
-        padding, n = _Padding(), self._num_replicas
-        with contextlib.closing(self._exchange):
+        padding, n = _Padding(), self.num_replicas
+        with contextlib.closing(self.exchange):
             while True:
                 batch = self._next(batches, plan)
                 state = state if batch is None else batch.state
@@ -89,7 +82,7 @@ class _LocalPass(Pass):
                 if not self._is_kept(step, plan) or (plan.skips_empty and not step.total):
                     continue
                 per_replica = grown(per_replica, -(-step.largest // n), plan.multiple)
-                rows = padding.fill(batch, functools.partial(self._exchange.form, step.form))
+                rows = padding.fill(batch, functools.partial(self.exchange.form, step.form))
                 if left:
                     left -= self._skipped(left, step)
                     continue
@@ -105,20 +98,20 @@ class _LocalPass(Pass):
                 plan.inspected(batch)
             return batch
         except Exception as error:
-            self._exchange.fail(error)
+            self.exchange.fail(error)
             raise
 
     def _agreed(
         self, batch: HostBatch | None, state: dict[str, Any] | None, plan: Plan
     ) -> Step | None:
         if batch is None:
-            return self._exchange.end(state)
-        is_first = self._is_first and batch.number == 0
+            return self.exchange.end(state)
+        is_first = self.is_first and batch.number == 0
         check = _checksum(batch) if is_first else 0
-        step = self._exchange.agree(batch.size, self._form(batch, plan), check, state)
+        step = self.exchange.agree(batch.size, self._form(batch, plan), check, state)
         if is_first and step.is_same:
             warnings.warn(
-                f"All processes have read the same first batch of {self._exchange.what}, so each "
+                f"All processes have read the same first batch of {self.exchange.what}, so each "
                 "example counts once per process. With input='local', every process must read its "
                 "own part, for example mirror.data.from_arrays(..., shard=(process_index, "
                 "process_count)). If all of them read the same batches, use input='global'.",
@@ -132,8 +125,8 @@ class _LocalPass(Pass):
             settings += f", skip={plan.skip}"
         if plan.is_restored:
             settings += " by the state of the loader"
-        if self._order:
-            settings += f", {self._order}"
+        if self.order:
+            settings += f", {self.order}"
         leaves = tuple(
             (name, str(shape_on_devices((), leaf.dtype).dtype), tuple(leaf.shape[1:]))
             for name, leaf in zip(batch.names, batch.leaves, strict=True)
@@ -147,7 +140,7 @@ class _LocalPass(Pass):
             ValueError: If it cannot be split evenly, and `remainder` is `"error"` or it is the
                 first. In all processes.
         """
-        is_even = step.smallest == step.largest and step.smallest % self._num_replicas == 0
+        is_even = step.smallest == step.largest and step.smallest % self.num_replicas == 0
         if plan.remainder == "pad" or (is_even and step.smallest):
             return True
         if plan.remainder == "drop" and (step.number or plan.is_restored):
@@ -160,7 +153,7 @@ class _LocalPass(Pass):
         raise ValueError(
             f"Batch {step.number} has parts of different sizes, or sizes that cannot be split: "
             f"{step.sizes}. Every process must have the same number of examples, a multiple of its "
-            f"{self._num_replicas} replicas. {advice}"
+            f"{self.num_replicas} replicas. {advice}"
         )
 
     def _skipped(self, left: int, step: Step) -> int:
@@ -175,18 +168,18 @@ class _LocalPass(Pass):
     def groups(
         self, num: int, join: Callable[[list[PyTree]], T], form: Callable[[T], Form]
     ) -> Generator[T]:
-        with contextlib.closing(self._exchange):
+        with contextlib.closing(self.exchange):
             while True:
                 try:
                     group = taken(self.batches, num)
                     joined = join(group) if len(group) == num else None
                 except Exception as error:
-                    self._exchange.fail(error)
+                    self.exchange.fail(error)
                     raise
                 if joined is None:
-                    step = self._exchange.end()
+                    step = self.exchange.end()
                 else:
-                    step = self._exchange.agree(num, form(joined))
+                    step = self.exchange.agree(num, form(joined))
                 if joined is None or step is None or step.has_ended:
                     if group:
                         why = "" if step is None else f", in all processes ({step.sizes})"
