@@ -57,7 +57,14 @@ def require_arrays(arrays: Mapping[str, Any]) -> None:
         ValueError: If a name is not possible.
     """
     for name, value in arrays.items():
-        _check_array(name, value)
+        if not isinstance(name, str) or name == RESERVED:
+            raise ValueError(expected("name", name, f"a string other than {RESERVED!r}"))
+        is_valid = isinstance(value, (*ARRAY_LIKE, KeyData))
+        if isinstance(value, np.ndarray | np.generic):
+            is_number = jax.dtypes.issubdtype(value.dtype, np.number) or value.dtype == bool
+            is_valid = is_number and value.dtype.char not in "gG"  # JAX has no long double
+        if not is_valid:
+            raise TypeError(expected(name, value, "an array of numbers or PRNG keys"))
 
 
 def host_copies(arrays: Mapping[str, Any]) -> dict[str, Value]:
@@ -93,18 +100,6 @@ def _impl_and_data(value: Any) -> tuple[str | None, Any]:
     # Another object with the same buffers: JAX keeps a copy on the host as long as its array.
     shards = [shard.data for shard in value.addressable_shards]
     return impl, jax.make_array_from_single_device_arrays(value.shape, value.sharding, shards)
-
-
-def _check_array(name: Any, value: Any) -> None:
-    if not isinstance(name, str) or name == RESERVED:
-        raise ValueError(expected("name", name, f"a string other than {RESERVED!r}"))
-    if isinstance(value, np.ndarray | np.generic):
-        is_number = jax.dtypes.issubdtype(value.dtype, np.number) or value.dtype == bool
-        is_valid = is_number and value.dtype.char not in "gG"  # JAX has no long double
-    else:
-        is_valid = isinstance(value, (*ARRAY_LIKE, KeyData))
-    if not is_valid:
-        raise TypeError(expected(name, value, "an array of numbers or PRNG keys"))
 
 
 FORMAT = 1

@@ -5,6 +5,7 @@ same files reads them; if one does not, the chief sends the arrays to all. Befor
 one process is raised by all of them: otherwise the others would wait in a collective.
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -12,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -71,6 +73,7 @@ class _Decision(NamedTuple):
 
 
 @final
+@dataclass(eq=False)
 class BroadcastRestore:
     """A checkpoint that every process of a job restores. Each creates it, and calls `read` once.
 
@@ -81,15 +84,12 @@ class BroadcastRestore:
         described: Descriptions of the model and the optimizer, by name; see `snapshot`.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        directory: str | os.PathLike[str],
-        step: int | str,
-        described: Mapping[str, str],
-    ) -> None:
-        self._strategy, self._directory, self._step = strategy, directory, step
-        self._described = described
+    strategy: Strategy
+    directory: str | os.PathLike[str]
+    step: int | str
+    described: Mapping[str, str]
+
+    def __post_init__(self) -> None:
         # A topic for each call, because calls that fail make different numbers of decisions.
         self._topic = consensus.Topic(f"restore/{next(_numbers)}")
         self._is_chief = store.is_chief()
@@ -105,12 +105,17 @@ class BroadcastRestore:
         if self._is_chief:
             consensus.sweep()
         try:
-            return self._read()
-        finally:
-            self._topic.close()
+            with contextlib.closing(self._topic):
+                return self._read()
+        except consensus.AbsentError as error:
+            raise _absence(error.processes) from None
 
     def _read(self) -> tuple[Position, Arrays]:
-        offer = self._make_offer() if self._is_chief else self._await_offer()
+        if self._is_chief:
+            offer = self._make_offer()
+        else:
+            deadline = time.monotonic() + agreement_secs()
+            offer = _Offer(*json.loads(self._topic.await_decision(deadline)))
         _raise(offer.fault)
         header, arrays, error = b"", None, None
         try:  # all processes read at the same time
@@ -120,7 +125,7 @@ class BroadcastRestore:
         parts = [np.frombuffer(header, np.uint8), *map(files.bytes_of, (arrays or {}).values())]
         sizes = None if arrays is None else [len(header), sum(part.size for part in parts)]
         fault = None if error is None else _fault(error)
-        decision = self._decide(_Answer(repr(self._step), _digest(self._described), sizes, fault))
+        decision = self._decide(_Answer(repr(self.step), _digest(self.described), sizes, fault))
         if error is not None:
             raise error
         _raise(decision.fault)
@@ -132,10 +137,10 @@ class BroadcastRestore:
 
     def _make_offer(self) -> _Offer:
         try:
-            found = find_checkpoint(self._directory, self._step)
+            found = find_checkpoint(self.directory, self.step)
             with found.readable():
                 Position.from_dict(found.position)
-            snapshot.require_match(self._described, found.entries)
+            snapshot.require_match(self.described, found.entries)
         except Exception as error:
             self._topic.announce(json.dumps(_Offer(0, "", _fault(error))))
             raise
@@ -143,20 +148,13 @@ class BroadcastRestore:
         self._topic.announce(json.dumps(offer))
         return offer
 
-    def _await_offer(self) -> _Offer:
-        try:
-            text = self._topic.await_decision(time.monotonic() + agreement_secs())
-        except consensus.AbsentError as error:
-            raise _absence(error.processes) from None
-        return _Offer(*json.loads(text))
-
     def _read_offered(self, offer: _Offer) -> tuple[bytes, Arrays | None]:
         """Returns position and entries as JSON, and the arrays, or None if this process lacks them.
 
         The chief has the checkpoint; another process may not, or a damaged one.
         """
         try:
-            found = find_checkpoint(self._directory, offer.step)
+            found = find_checkpoint(self.directory, offer.step)
             contents = [found.position, found.entries]
             if _digest(contents) == offer.digest:
                 return json.dumps(contents).encode(), found.read()
@@ -174,11 +172,7 @@ class BroadcastRestore:
             return decision
         # The chief may have to wait for others as long.
         deadline = time.monotonic() + agreement_secs() * (1 if self._is_chief else 2)
-        try:
-            text = self._topic.decide(json.dumps(mine), _judge, deadline)
-        except consensus.AbsentError as error:
-            raise _absence(error.processes) from None
-        return _Decision(*json.loads(text))
+        return _Decision(*json.loads(self._topic.decide(json.dumps(mine), _judge, deadline)))
 
     def _broadcast(self, num_bytes: int, parts: Iterable[np.ndarray] = ()) -> np.ndarray:
         """Returns the bytes of the chief, in every process. A collective per 16 MiB.
@@ -192,12 +186,12 @@ class BroadcastRestore:
         zeros = np.zeros(size // 4, np.uint32)
         for start in range(0, whole.size, size):
             piece = whole[start : start + size].view(np.uint32)
-            piece[:] = np.asarray(self._strategy.reduce("sum", self._rows(piece, zeros)))
+            piece[:] = np.asarray(self.strategy.reduce("sum", self._rows(piece, zeros)))
         return whole[:num_bytes]
 
     def _rows(self, first: np.ndarray, others: np.ndarray) -> Any:
         """Returns the array of the first replica and of all others, as a `PerReplica`."""
-        return self._strategy.distribute_values_from_function(
+        return self.strategy.distribute_values_from_function(
             lambda context: others if context.replica_id_in_sync_group else first
         )
 

@@ -50,7 +50,19 @@ def require_match(current: Mapping[str, str], entries: Mapping[str, Any]) -> Non
     saved = {name: _described_entry(entry) for name, entry in entries.items()}
     if not (_has_optional(current) and _has_optional(saved)):
         current, saved = _without_optional(current), _without_optional(saved)
-    _require_same(current, saved)
+    wrong = [f"{name}: not in the checkpoint" for name in current if name not in saved]
+    wrong += [f"{name}: only in the checkpoint" for name in saved if name not in current]
+    wrong += [
+        f"{name}: {saved[name]} in the checkpoint, {current[name]} in the trainer"
+        for name in current.keys() & saved.keys()
+        if saved[name] != current[name]
+    ]
+    if wrong:
+        raise ValueError(
+            "The checkpoint does not match this model and optimizer:\n"
+            f"{listing(sorted(wrong))}\nCreate the Trainer with the model, optimizer and `wrt` "
+            "it was saved with. To read only the arrays, use mirror.load_checkpoint."
+        )
 
 
 def placed(
@@ -100,22 +112,6 @@ def _set(variable: nnx.Variable[Any], value: Any, replicas: ReplicaDevices) -> N
         variable.assign(value)
     else:
         variable.set_raw_value(value)
-
-
-def _require_same(current: Mapping[str, str], saved: Mapping[str, str]) -> None:
-    wrong = [f"{name}: not in the checkpoint" for name in current if name not in saved]
-    wrong += [f"{name}: only in the checkpoint" for name in saved if name not in current]
-    wrong += [
-        f"{name}: {saved[name]} in the checkpoint, {current[name]} in the trainer"
-        for name in current.keys() & saved.keys()
-        if saved[name] != current[name]
-    ]
-    if wrong:
-        raise ValueError(
-            "The checkpoint does not match this model and optimizer:\n"
-            f"{listing(sorted(wrong))}\nCreate the Trainer with the model, optimizer and `wrt` "
-            "it was saved with. To read only the arrays, use mirror.load_checkpoint."
-        )
 
 
 def _described(value: Any) -> str:
