@@ -1369,7 +1369,7 @@ _OF_TRAINING = (
     Fault(
         "a weighted metric divided by the number of examples",
         f"{_TRAINING}/progress.py",
-        "divisors = dict.fromkeys(totals, count) | (weights or {})",
+        "divisors = dict.fromkeys(totals, count) | weights",
         "divisors = dict.fromkeys(totals, count)",
         ("tests/training/test_weighted.py",),
         likely="meter",
@@ -1385,7 +1385,7 @@ _OF_TRAINING = (
     Fault(
         "weights that a checkpoint of the meter lacks",
         f"{_TRAINING}/progress.py",
-        '"weights": self.weights}',
+        '"weights": weights}',
         '"weights": {}}',
         ("tests/training/test_weighted.py",),
         likely="meter",

@@ -99,8 +99,7 @@ def first_batch(data: Any) -> PyTree:
     """
     if isinstance(data, Mapping) or has_arrays(data):
         return data
-    is_iterator = isinstance(data, Iterator) and not isinstance(data, DistributedDataset)
-    if is_iterator or not isinstance(data, Iterable):
+    if _is_iterator(data) or not isinstance(data, Iterable):
         fix = "Pass one batch, for example trainer.summary(next(iter(data)))."
         raise TypeError(expected("data", data, "a batch or a dataset", fix))
     if isinstance(data, ArrayDataset | DistributedDataset):
@@ -293,7 +292,7 @@ class Validation:
     """
 
     def __init__(self, data: Iterable[PyTree] | None, num_batches: int | None) -> None:
-        self._data = data
+        self._data: Any = data
         self._has_ended = False
         self.num_batches = num_batches
         if num_batches is None:
@@ -308,19 +307,11 @@ class Validation:
                 "trainer.fit(..., validation_data=...)."
             )
 
-    @property
-    def is_given(self) -> bool:
-        """Whether there is validation data."""
-        return self._data is not None
-
     def batches(self) -> Iterable[PyTree]:
         """Returns the data of one epoch; an iterator is read no further than the maximum."""
-        assert self._data is not None
-        if self.num_batches is None or isinstance(self._data, DistributedDataset):
+        if self.num_batches is None or not _is_iterator(self._data):
             return self._data
-        if isinstance(self._data, Iterator):
-            return itertools.islice(self._data, self.num_batches)
-        return self._data
+        return itertools.islice(self._data, self.num_batches)
 
     def observed(
         self, num_trained: int, batches: Iterator[PaddedBatch]
@@ -368,6 +359,11 @@ def _is_endless(data: Any) -> bool:
         return len(data) >= sys.maxsize  # as in Grain
     except Exception as error:
         return "infinite" in str(error)  # as in TensorFlow
+
+
+def _is_iterator(data: Any) -> bool:
+    # The error of its `__next__` makes a distributed dataset look like one.
+    return isinstance(data, Iterator) and not isinstance(data, DistributedDataset)
 
 
 def _has_len(data: Any) -> bool:

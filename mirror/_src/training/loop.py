@@ -8,10 +8,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
-from pathlib import Path
-from typing import Any, Protocol, final
-
-from flax import nnx
+from typing import Any, final
 
 from mirror._src.base import clock, interrupts
 from mirror._src.base.closing import Closing, closing
@@ -20,53 +17,18 @@ from mirror._src.base.modules import set_module
 from mirror._src.base.naming import depth_of_user, is_our_module
 from mirror._src.cluster.store import process_index
 from mirror._src.data.padded import PaddedBatch, PaddedDataset
-from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.agreed_stop import AgreedStop, Cause, Request
 from mirror._src.training.history import History
 from mirror._src.training.inputs import NO_DATA, Stream
-from mirror._src.training.loss_scale import LossScale, stuck
+from mirror._src.training.loss_scale import stuck
 from mirror._src.training.mistakes import bytes_of, labels_in, wrong_numbers
-from mirror._src.training.objective import LOSS, Objective, Sums
+from mirror._src.training.objective import LOSS, Sums
 from mirror._src.training.progress import Position, StepMetrics, in_order
-from mirror._src.training.runners import RemoteStrategy, StepRunner
+from mirror._src.training.runners import StepRunner
 
 _LABELS = ", which mirror.Trainer(..., labels='label', num_classes=10) checks"
 _MOST_KEPT_BYTES = 2**23
 _CAUSES: dict[int, Cause] = {signal.SIGINT: "interrupt", signal.SIGTERM: "SIGTERM"}
-
-
-class TrainerOfFit(Protocol):
-    """The trainer, as far as its callbacks may use it."""
-
-    strategy: Strategy | RemoteStrategy
-    loss_scale: LossScale | None
-    _objective: Objective
-
-    @property
-    def model(self) -> nnx.Module:
-        """The model that is trained."""
-        ...
-
-    @property
-    def optimizer(self) -> nnx.Optimizer[Any]:
-        """Its optimizer."""
-        ...
-
-    def evaluate(self, data: Any, *, batch_size: int | None = None) -> dict[str, float]:
-        """Returns the means over all examples of the data."""
-        ...
-
-    def save(self, directory: str | Path) -> None:
-        """Writes a checkpoint."""
-        ...
-
-    def _lowered_text(self) -> str:
-        """Returns the text of the last step's program."""
-        ...
-
-    def _checkpoint_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the contents of a checkpoint: arrays by name, and the position."""
-        ...
 
 
 @set_module("mirror.callbacks")
@@ -95,7 +57,7 @@ class FitLoop:
 
     def __init__(
         self,
-        trainer: TrainerOfFit,
+        trainer: Any,
         runner: StepRunner,
         epochs: int,
         position: Position,
@@ -127,8 +89,7 @@ class FitLoop:
         self._agreed_stop: AgreedStop | None = None
         self._batches: deque[tuple[int, PaddedBatch]] = deque()  # of launches not collected
         self._keeps_batches: bool | None = None
-        self._warned: set[bool] = set()
-        self._warned_of_skips = False
+        self._warned: set[str] = set()
         self._started = time.perf_counter()
 
     def __repr__(self) -> str:
@@ -361,14 +322,15 @@ class FitLoop:
             self._warn_of_nan(step, logs[LOSS])
             while self._batches and self._batches[0][0] <= step:
                 self._batches.popleft()
-            self._warn_of_skips(stuck(self.trainer.loss_scale, logs, step))
+            if message := stuck(self.trainer.loss_scale, logs, step):
+                message += " Training continues; mirror.callbacks.NaNGuard() would stop it here."
+                self._warn_once("skips", message)
 
     def _warn_of_nan(self, step: int, loss: float) -> None:
-        is_empty = LOSS in self.empty
-        if math.isfinite(loss) or is_empty in self._warned:
+        kind = "empty" if LOSS in self.empty else "NaN"
+        if math.isfinite(loss) or kind in self._warned:
             return
-        self._warned.add(is_empty)
-        if is_empty:
+        if kind == "empty":
             message = (
                 f"The weights of the loss add up to 0 at step {step}, so the loss is NaN and the "
                 "gradient 0. Omit batches whose weights are all 0."
@@ -383,12 +345,11 @@ class FitLoop:
                 "causes: a learning rate that is too high, log(0) or division by zero, or labels "
                 f"out of range{labels or _LABELS}."
             )
-        warnings.warn(message, stacklevel=depth_of_user())
+        self._warn_once(kind, message)
 
-    def _warn_of_skips(self, message: str) -> None:
-        if message and not self._warned_of_skips:
-            self._warned_of_skips = True
-            message += " Training continues; mirror.callbacks.NaNGuard() would stop it here."
+    def _warn_once(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
             warnings.warn(message, stacklevel=depth_of_user())
 
     def _end_epoch(self, validation: dict[str, float]) -> None:

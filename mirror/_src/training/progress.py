@@ -5,6 +5,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 import jax
@@ -36,6 +37,7 @@ class StepMetrics(NamedTuple):
 
 
 @final
+@dataclass(eq=False)
 class MetricAccumulator:
     """Adds up the sums of launches, in order: integers exactly, floats in float64.
 
@@ -45,16 +47,10 @@ class MetricAccumulator:
         weights: Sums of the weights of `Weighted` losses and metrics.
     """
 
-    def __init__(
-        self,
-        totals: dict[str, float] | None = None,
-        count: int = 0,
-        weights: dict[str, float] | None = None,
-    ) -> None:
-        self.totals: dict[str, float] = dict(totals or {})
-        self.count = count
-        self.weights: dict[str, float] = dict(weights or {})
-        self._pending: deque[tuple[int, Sums, Any]] = deque()
+    totals: dict[str, float] = field(default_factory=dict)
+    count: int = 0
+    weights: dict[str, float] = field(default_factory=dict)
+    _pending: deque[tuple[int, Sums, Any]] = field(default_factory=deque, init=False)
 
     def add(self, step: int, sums: Sums, before: Any = None) -> None:
         """Adds the sums of the launch that ended with `step`, which may still be running.
@@ -112,7 +108,8 @@ class MetricAccumulator:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the state for a checkpoint."""
-        return {"totals": self.totals, "count": self.count, "weights": self.weights}
+        totals, weights = dict(self.totals), dict(self.weights)
+        return {"totals": totals, "count": self.count, "weights": weights}
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> "MetricAccumulator":
@@ -128,11 +125,9 @@ class MetricAccumulator:
         return meter
 
 
-def means(
-    totals: dict[str, float], count: int, weights: dict[str, float] | None = None
-) -> dict[str, float]:
+def means(totals: dict[str, float], count: int, weights: dict[str, float]) -> dict[str, float]:
     """Divides sums by their weights, or by the number of examples; NaN if that is 0."""
-    divisors = dict.fromkeys(totals, count) | (weights or {})
+    divisors = dict.fromkeys(totals, count) | weights
     return {
         name: totals[name] / divisors[name] if divisors[name] else math.nan
         for name in in_order(totals)

@@ -460,7 +460,7 @@ class Trainer(Generic[M]):
             padded,
             steps_per_epoch,
             callbacks,
-            functools.partial(self._validate, validation) if validation.is_given else None,
+            None if held_out is None else functools.partial(self._validate, validation),
         )
         self._last_size = padded.last_size if steps_per_epoch is None else None
         with self._watched(), self._running(loop):
