@@ -157,7 +157,7 @@ class DistributedDataset(DistributedDatasetBase[B]):
     def _shapes(self) -> Any:
         if self._remainder == "pad":
             require_known_shapes(self._input)
-        batch = host_batch("batch", self._first()[0], self._source.advice)
+        batch = host_batch("batch", self._first(), self._source.advice)
         num_rows, n = self._input.num_rows, len(self._replicas)
         is_kept(batch, num_rows, self._remainder)
         size = padded_size(batch.size, num_rows) // num_rows
@@ -204,7 +204,7 @@ class PerReplicaDataset(DistributedDatasetBase[B]):
         return _Group(treedefs[0], tuple(named[0]), columns)
 
     def _shapes(self) -> PyTree:
-        (batch,), n = self._first(), len(self._replicas)
+        batch, n = self._first(), len(self._replicas)
         treedef: Any = jax.tree.structure(batch)
         arrays = _named_arrays(batch).values()
         return treedef.unflatten(shape_on_devices((n, *a.shape), a.dtype) for a in arrays)

@@ -153,7 +153,7 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
 
     def _shapes(self) -> PaddedBatch:
         require_known_shapes(self._input)
-        batch = host_batch("batch", self._first()[0], self._source.advice)
+        batch = host_batch("batch", self._first(), self._source.advice)
         n = self._input.num_rows
         full = padded_size(batch.size, n * self._plan.multiple)
         lead = (n, full // n) if self._group == 1 else (n, self._group, full // n)

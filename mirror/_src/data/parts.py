@@ -27,13 +27,9 @@ class Form(NamedTuple):
         }
         return {"options": self.settings, "structure": self.structure, **shapes}
 
-    @property
-    def text(self) -> str:
-        return json.dumps(self)
-
     @classmethod
     def from_text(cls, text: str) -> "Form":
-        """Returns the form of a `text`."""
+        """Returns the form of its JSON."""
         settings, structure, leaves = json.loads(text)
         return cls(settings, structure, tuple((n, d, tuple(shape)) for n, d, shape in leaves))
 

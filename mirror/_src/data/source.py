@@ -156,15 +156,15 @@ class DistributedDatasetBase(abc.ABC, Generic[B]):
         return self._spec
 
     @final
-    def _first(self, count: int = 1) -> list[PyTree]:
-        """Returns the first batches of the source, for `_shapes`."""
-        batches = self._source.peek(count)
+    def _first(self) -> PyTree:
+        """Returns the first batch of the source, for `_shapes`."""
+        batches = self._source.peek()
         if not batches:
             raise ValueError(
                 "Cannot determine element_spec: the dataset yielded no batch. Distribute a dataset "
                 "that yields batches."
             )
-        return batches
+        return batches[0]
 
     @final
     def set_epoch(self, epoch: int) -> None:

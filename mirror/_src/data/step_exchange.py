@@ -72,7 +72,7 @@ class StepExchange:
             ValueError: If the parts have different forms, or a process has no part at all.
             ClosedError: If the loop of this process has ended.
         """
-        text = form.text
+        text = json.dumps(form)
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         if digest not in self._forms:
             self._forms[digest] = form
