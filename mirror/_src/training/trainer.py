@@ -12,7 +12,6 @@ import optax
 from flax import nnx
 
 from mirror._src.base import interrupts
-from mirror._src.base.closing import closing
 from mirror._src.base.errors import counted, describe, expected, require_int, require_secs
 from mirror._src.base.modules import set_module
 from mirror._src.base.naming import depth_of_user
@@ -451,7 +450,7 @@ class Trainer(Generic[M]):
         )
         callbacks = require_callbacks(callbacks)
         if progress and not any(isinstance(callback, ProgressBar) for callback in callbacks):
-            callbacks = require_callbacks((ProgressBar(), *callbacks))
+            callbacks = (ProgressBar(), *callbacks)
         loop = FitLoop(
             self,
             self._runner,
@@ -668,9 +667,7 @@ class Trainer(Generic[M]):
         """
         distributed = self._distributed(batches_of("verify", data, batch_size))
         multiple, inspect = self._runner.multiple, self._objective.inspect
-        batches = whole_pass(distributed, multiple=multiple, inspect=inspect)
-        with closing("closing the data", batches.close):
-            padded = next(batches)
+        (padded,) = whole_pass(distributed, most=1, multiple=multiple, inspect=inspect)
         with self._using("verify"):
             rtol = self._precision.rtol_of(self._objects["model"]) if rtol is None else rtol
             return self._runner.verify(padded, rtol)

@@ -225,7 +225,7 @@ HOOKS: Mapping[str, list[str]] = {
 
 
 def require_callbacks(callbacks: Any) -> tuple[Callback, ...]:
-    """Returns the callbacks as a tuple, in the order in which they run.
+    """Returns the callbacks as a tuple.
 
     Raises:
         TypeError: If one is not a `Callback`, or has hooks that would not be called.
@@ -247,4 +247,4 @@ def require_callbacks(callbacks: Any) -> tuple[Callback, ...]:
         require_hooks(callback)
     if len(set(map(id, callbacks))) < len(callbacks):
         raise ValueError("`callbacks` contains the same object twice. Pass it once.")
-    return tuple(sorted(callbacks, key=lambda callback: (callback.runs_last, not callback.adds)))
+    return callbacks

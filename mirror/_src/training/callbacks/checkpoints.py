@@ -176,13 +176,11 @@ class Checkpoint(Callback):
             self._termination.close()
 
     def _say_late(self) -> None:
+        steps = format_list(() if self._store is None else self._store.steps())
         self._say(
             "no checkpoint was written, because a step, its compilation or a save has not ended "
-            f"within grace_secs={self._grace_secs:g}. Steps with a checkpoint: {self._there()}"
+            f"within grace_secs={self._grace_secs:g}. Steps with a checkpoint: {steps}"
         )
-
-    def _there(self) -> str:
-        return format_list(self._store.steps() if self._store is not None else ())
 
     def _say_what_is_saved(self, store: CheckpointStore) -> None:
         step = store.latest()

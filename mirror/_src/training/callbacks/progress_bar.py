@@ -255,8 +255,8 @@ class NotebookProgress(Display):
 
     def __init__(self, fit: FitLoop) -> None:
         self._first = len(fit.history.epochs)
-        self._is_running = self._is_compiled = False
-        self._has_waited = threading.Event()
+        self._is_running = False
+        self._is_compiled = threading.Event()
         self._lock = threading.Lock()
         self._started = self._updated = 0.0
         self._notes: list[str] = []
@@ -267,7 +267,7 @@ class NotebookProgress(Display):
         self._is_running = True
         self._started = time.perf_counter()
         self._update(fit, fit.position.epoch_step)
-        if not self._is_compiled:
+        if not self._is_compiled.is_set():
             # The context of this thread says to which cell a display belongs.
             run = contextvars.copy_context().run
             threading.Thread(
@@ -276,14 +276,13 @@ class NotebookProgress(Display):
 
     def on_step(self, fit: FitLoop) -> None:
         """Shows that the first step is compiled."""
-        if not self._is_compiled:
-            self._is_compiled = True
-            self._has_waited.set()
+        if not self._is_compiled.is_set():
+            self._is_compiled.set()
             self._publish(fit, fit.position.epoch_step)
 
     def _tick(self, fit: FitLoop) -> None:
         """Shows each second how long the first step has taken."""
-        while not self._has_waited.wait(_SECONDS_BETWEEN_TICKS):
+        while not self._is_compiled.wait(_SECONDS_BETWEEN_TICKS):
             self._publish(fit, fit.position.epoch_step)
 
     def on_metrics(self, fit: FitLoop, step: int, logs: dict[str, float]) -> None:  # noqa: ARG002
@@ -304,7 +303,7 @@ class NotebookProgress(Display):
             steps = counted(fit.position.epoch_step, "step")
             self.note(f"interrupted in epoch {fit.position.epoch + 1} after {steps}")
         self._is_running = False
-        self._has_waited.set()
+        self._is_compiled.set()  # ends the thread
         self._publish(fit, 0)
         if not self._first and len(fit.history.epochs) <= _FIRST + _LAST + 1:
             fit.history._mark_as_shown()
@@ -341,13 +340,14 @@ class NotebookProgress(Display):
         """Returns the running epoch as text and as HTML."""
         title, total = f"epoch {fit.position.epoch + 1}/{fit.epochs}", fit.steps_per_epoch
         secs = f"{time.perf_counter() - self._started:.0f} s"
-        if self._is_compiled:
+        is_compiled = self._is_compiled.is_set()
+        if is_compiled:
             steps = f"{done}/{total} steps" if total else counted(done, "step")
             text = ", ".join(filter(None, (steps, format_metrics(fit.logs), secs)))
         else:
             where = format_replicas(fit.trainer.strategy)
             text = f"loading data and compiling the step on {where}, {secs}"
-        extent = f' value="{done}" max="{total}"' if total and self._is_compiled else ""
+        extent = f' value="{done}" max="{total}"' if total and is_compiled else ""
         bar = f"<progress{extent}></progress>"
         return f"{title}: {text}", f"<div>{title} {bar} {html.escape(text)}</div>"
 
