@@ -101,7 +101,6 @@ def _onnx_of(
     Raises:
         ValueError: If jax2onnx or ONNX Runtime cannot, or with other results.
     """
-    shapes: list[Any]
     treedef: Any
     shapes, treedef = jax.tree.flatten(specs)
     words = [re.sub(r"\W+", "_", name.removeprefix("example")).strip("_") for name in batch.names]

@@ -1,6 +1,7 @@
 """Losses and metrics by their names in Keras, computed from logits, one value per example."""
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -56,6 +57,10 @@ class Loss(NamedTuple):
     line: str
 
 
+def _absolute(outputs: Array, labels: Array) -> Array:
+    return jnp.abs(outputs - labels)
+
+
 def _percentage(outputs: Array, labels: Array) -> Array:
     return 100 * jnp.abs((labels - outputs) / jnp.maximum(jnp.abs(labels), _EPSILON))
 
@@ -69,32 +74,27 @@ def _negative_cosine(outputs: Array, labels: Array) -> Array:
     return -optax.cosine_similarity(outputs, labels, epsilon=1e-12)
 
 
-_SPARSE = "optax.softmax_cross_entropy_with_integer_labels"
+_ARGUMENTS: dict[Kind, str] = {
+    "classes": "(logits, labels)",
+    "one-hot": "(logits, labels)",
+    "binary": "(logits[:, 0], labels)",
+    "values": "(outputs, labels).mean(-1)",
+}
+
+
+def _of_optax(name: str, kind: Kind) -> Loss:
+    return Loss(operator.attrgetter(name)(optax), kind, f"optax.{name}{_ARGUMENTS[kind]}")
+
+
 LOSSES: dict[str, Loss] = {
-    "sparse_categorical_crossentropy": Loss(
-        optax.softmax_cross_entropy_with_integer_labels, "classes", f"{_SPARSE}(logits, labels)"
+    "sparse_categorical_crossentropy": _of_optax(
+        "softmax_cross_entropy_with_integer_labels", "classes"
     ),
-    "categorical_crossentropy": Loss(
-        optax.softmax_cross_entropy, "one-hot", "optax.softmax_cross_entropy(logits, labels)"
-    ),
-    "binary_crossentropy": Loss(
-        optax.sigmoid_binary_cross_entropy,
-        "binary",
-        "optax.sigmoid_binary_cross_entropy(logits[:, 0], labels)",
-    ),
-    "binary_focal_crossentropy": Loss(
-        optax.losses.sigmoid_focal_loss,
-        "binary",
-        "optax.losses.sigmoid_focal_loss(logits[:, 0], labels)",
-    ),
-    "mean_squared_error": Loss(
-        optax.squared_error, "values", "optax.squared_error(outputs, labels).mean(-1)"
-    ),
-    "mean_absolute_error": Loss(
-        lambda outputs, labels: jnp.abs(outputs - labels),
-        "values",
-        "jnp.abs(outputs - labels).mean(-1)",
-    ),
+    "categorical_crossentropy": _of_optax("softmax_cross_entropy", "one-hot"),
+    "binary_crossentropy": _of_optax("sigmoid_binary_cross_entropy", "binary"),
+    "binary_focal_crossentropy": _of_optax("losses.sigmoid_focal_loss", "binary"),
+    "mean_squared_error": _of_optax("squared_error", "values"),
+    "mean_absolute_error": Loss(_absolute, "values", "jnp.abs(outputs - labels).mean(-1)"),
     "mean_absolute_percentage_error": Loss(
         _percentage, "values", "100 * jnp.abs(1 - outputs / labels).mean(-1)"
     ),
@@ -103,8 +103,8 @@ LOSSES: dict[str, Loss] = {
         "values",
         "optax.squared_error(jnp.log1p(outputs), jnp.log1p(labels)).mean(-1)",
     ),
-    "huber": Loss(optax.huber_loss, "values", "optax.huber_loss(outputs, labels).mean(-1)"),
-    "log_cosh": Loss(optax.log_cosh, "values", "optax.log_cosh(outputs, labels).mean(-1)"),
+    "huber": _of_optax("huber_loss", "values"),
+    "log_cosh": _of_optax("log_cosh", "values"),
     "cosine_similarity": Loss(
         _negative_cosine, "values", "-optax.cosine_similarity(outputs, labels)"
     ),

@@ -136,6 +136,7 @@ class Objective:
 
     Attributes:
         loss_fn: The function, or the named loss.
+        inspect: A function that validates each batch on the host before it is split, or None.
         evaluated: Names of metrics that only evaluation computes, known after a trace.
 
     Raises:
@@ -189,6 +190,7 @@ class Objective:
         self._is_traced = False  # since the last warnings
         self._has_warned = self._is_examined = False
         self._sample_weight = sample_weight
+        self.inspect = None if self._labels is None else self._labels.inspect
         self._class_weight = class_weight
         if class_weight is not None:
             self._require_class_weight(class_weight)
@@ -343,11 +345,6 @@ class Objective:
                 f"{describe(penalty)}. Sum over all parameters."
             )
         return penalty
-
-    @property
-    def inspect(self) -> Callable[[int, PyTree], None] | None:
-        """A function that validates each batch on the host before it is split, or None."""
-        return None if self._labels is None else self._labels.inspect
 
 
 def _per_example(

@@ -138,7 +138,6 @@ class LocalSteps:
         Raises:
             ValueError: If it is not. The message names the operation.
         """
-        leaves: list[Any]
         tree: Any
         leaves, tree = jax.tree.flatten((batch.batch, batch.mask), is_leaf=is_per_replica)
         is_group = batch.mask.stacked.ndim == 3

@@ -298,7 +298,6 @@ def _divided(totals: list[PyTree], sums: Sums, num_rows: int) -> PyTree:
 
 def _like(grads: PyTree, model: nnx.Module, wrt: Any) -> PyTree:
     """Converts gradients to the dtypes of their variables."""
-    leaves: list[Any]
     treedef: Any
     leaves, treedef = jax.tree.flatten(grads)
     variables = jax.tree.leaves(nnx.state(model, wrt))
