@@ -149,6 +149,12 @@ def test_repr_of_a_trainer():
     assert repr(trainer).endswith("epoch 3, step 6)")
 
 
+def test_repr_of_a_trainer_has_the_size_of_a_new_model():
+    trainer = new()
+    trainer.model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    assert repr(trainer).startswith("Trainer(Linear, 8 parameters, ")
+
+
 def test_repr_of_a_run_and_a_dataset():
     class Shows(mirror.callbacks.Callback):
         def on_step(self, fit):

@@ -349,6 +349,7 @@ class Trainer(Generic[M]):
         self._require_local("model")
         self._precision.set_on(model)
         self._objects["model"] = model
+        self._num_parameters = num_parameters(model)
 
     @property
     def optimizer(self) -> nnx.Optimizer[Any]:
