@@ -169,6 +169,14 @@ def test_optimizer_that_contains_the_model_is_rejected(trainer):
 # Batches in a loss function
 
 
+def test_loss_with_keywords_is_told_how_to_unpack():
+    def loss_fn(model, *, x, y):
+        return cross_entropy(model(x), y)
+
+    with raises(TypeError, names="loss_fn", fix="unpack it: x, y = batch"):
+        new(loss_fn)
+
+
 def test_note_of_a_named_loss_does_not_ask_to_unpack():
     with pytest.raises(TypeError) as caught:
         new().fit((X[:, :2], Y), batch_size=4, progress=False)
