@@ -141,6 +141,16 @@ def test_what_cannot_be_exported_is_an_error(tmp_path, subtests):
         patch.setitem(__import__("sys").modules, "flatbuffers", None)
         with raises(ModuleNotFoundError, names="flatbuffers", fix="pip install"):
             trainer.export(path, X)
+    with subtests.test(msg="inputs that only the loss knows"):
+        arguments = Net(nnx.Rngs(0)), optax.sgd(0.1), lambda net, batch: net(batch["x"])
+        of_function = mirror.Trainer(*arguments, strategy=trainer.strategy)
+        with raises(ValueError, names="trainer.export", fix="model(batch['x'])"):
+            of_function.export(path, {"x": X, "y": Y})
+    with subtests.test(msg="a path of an unknown store, before the program is traced"):
+        traced = []
+        with raises(ValueError, names="path", values="'ftp://host/model.jax'"):
+            trainer.export("ftp://host/model.jax", X, lambda net, x: traced.append(x) or net(x))
+        assert not traced
     for platforms in ("cpu", ["cpu", "rocket"]):
         with (
             subtests.test(msg=f"{platforms}"),

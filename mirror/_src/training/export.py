@@ -51,9 +51,11 @@ def export(
         platforms: JAX's names of the platforms on which the program may run.
 
     Raises:
-        ValueError: If the program contains host callbacks, or cannot be converted to ONNX.
+        ValueError: If the path is not one, or the program contains host callbacks or cannot be
+            converted to ONNX.
     """
-    in_onnx = str(path).lower().endswith(".onnx")
+    target = path_of_argument("path", path)
+    in_onnx = target.name.lower().endswith(".onnx")
     if isinstance(platforms, str) or not {*(platforms or ())} <= _KNOWN:
         raise ValueError(expected("platforms", platforms, f"a list of {sorted(_KNOWN)}"))
     if in_onnx and platforms is not None:
@@ -88,7 +90,6 @@ def export(
         else:
             names = _PLATFORMS if platforms is None else platforms
             data = bytes(jax_export.export(compiled, platforms=names)(specs).serialize())
-    target = path_of_argument("path", path)
     with named_errors("write", target):
         write_file(target, [data])
 

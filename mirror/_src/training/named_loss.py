@@ -331,8 +331,8 @@ def inputs_unknown(batch: PyTree, why: str) -> ValueError:
     first = next(iter(batch), "x") if is_mapping else 0
     shown = f"a dict with the keys {list(batch)}" if is_mapping else f"a tuple of {len(batch)}"
     return ValueError(
-        f"trainer.predict(data) calls the model on the inputs of a batch, but {why}, and the batch "
-        f"is {shown}. Say what to compute: "
+        "trainer.predict and trainer.export call the model on the inputs of a batch, but "
+        f"{why}, and the batch is {shown}. Pass the function to compute, as in "
         f"trainer.predict(data, lambda model, batch: model(batch[{first!r}]))."
     )
 
