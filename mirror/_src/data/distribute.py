@@ -15,7 +15,6 @@ from mirror._src.data.foreign import advice, is_array
 from mirror._src.data.input import GlobalInput, Input, InputMode, Inspect, Pass, Plan
 from mirror._src.data.local_input import LocalInput, require_own_shard
 from mirror._src.data.padded import PaddedDataset
-from mirror._src.data.parts import Form
 from mirror._src.data.remainder import (
     Remainder,
     is_kept,
@@ -31,6 +30,7 @@ from mirror._src.data.source import (
     shape_on_devices,
 )
 from mirror._src.data.states import StatefulPass
+from mirror._src.data.step_exchange import Form
 from mirror._src.devices.narrowing import require_fits
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.per_replica import UNEQUAL_SHAPES, on_local_replicas

@@ -12,9 +12,9 @@ from mirror._src.base.naming import depth_of_user
 from mirror._src.base.types import PyTree
 from mirror._src.data.batches import HostBatch
 from mirror._src.data.foreign import taken
-from mirror._src.data.parts import Form
 from mirror._src.data.remainder import Remainder, grown, is_kept, mask_of, padded
 from mirror._src.data.same_batches import SameBatches
+from mirror._src.data.step_exchange import Form
 from mirror._src.devices.replicas import ReplicaDevices
 
 InputMode: TypeAlias = Literal["global", "local"]

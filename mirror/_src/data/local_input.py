@@ -29,11 +29,10 @@ from mirror._src.data.input import (
     require_none_left,
     warn_of_dropped,
 )
-from mirror._src.data.parts import Form, Step
 from mirror._src.data.remainder import grown, reject_keys
 from mirror._src.data.same_batches import checksum, name_dataset
 from mirror._src.data.source import shape_on_devices
-from mirror._src.data.step_exchange import StepExchange, close_at_exit
+from mirror._src.data.step_exchange import Form, Step, StepExchange, close_at_exit
 from mirror._src.devices.replicas import ReplicaDevices
 
 

@@ -23,7 +23,7 @@ from mirror._src.data.source import (
     shape_on_devices,
 )
 from mirror._src.data.states import StatefulPass
-from mirror._src.engine.per_replica import PerReplica
+from mirror._src.engine.per_replica import PerReplica, is_per_replica
 
 
 class PaddedBatch(NamedTuple):
@@ -47,6 +47,12 @@ class PaddedBatch(NamedTuple):
     first: int = 0
     sizes: tuple[int, ...] = ()
     states: tuple[Sequence[dict[str, Any] | None] | None, ...] = ()
+
+    @property
+    def types(self) -> tuple[tuple[tuple[int, ...], Any], ...]:
+        """The shape and dtype of each array, which select the compiled step."""
+        leaves = jax.tree.leaves((self.batch, self.mask), is_leaf=is_per_replica)
+        return tuple((leaf.stacked.shape, leaf.dtype) for leaf in leaves)
 
     @property
     def state(self) -> Sequence[dict[str, Any] | None] | None:

@@ -5,14 +5,11 @@ import logging
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, final
 
-import jax
-
 from mirror._src.base.errors import bytes_in_words, counted, require_int
 from mirror._src.data.padded import PaddedBatch
 from mirror._src.devices.backend import logical_name
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.auto_shard import usable_bytes
-from mirror._src.engine.per_replica import is_per_replica
 from mirror._src.inspection.memory_report import MemoryReport
 
 MicroBatchArgument: TypeAlias = int | Literal["auto"] | None
@@ -73,8 +70,7 @@ class MicroBatch:
         rows = padded.mask.stacked.shape[-1]
         if self._size != "auto":
             return -(-rows // self._size)
-        leaves = jax.tree.leaves((padded.batch, padded.mask), is_leaf=is_per_replica)
-        key = tuple((leaf.stacked.shape, leaf.dtype) for leaf in leaves)
+        key = padded.types
         if key not in self._chosen:
             self._chosen[key] = self._choose(rows, estimate)
         return self._chosen[key]

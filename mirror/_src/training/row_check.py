@@ -69,8 +69,7 @@ class RowCheck:
         Raises:
             ValueError: If another operation looks across rows.
         """
-        key = tuple((np.shape(x)[1:], x.dtype) for x in _leaves(padded))
-        if self._num_pieces == 1 or key in self._separate:
+        if self._num_pieces == 1 or padded.types in self._separate:
             return
         mixing = self._mixing(step, model, padded)
         others = [place for place in mixing.mixed if not place.is_statistics]
@@ -81,7 +80,7 @@ class RowCheck:
                 f"a batch of its own. Omit {self._option.partition('=')[0]}, and save memory with "
                 "nnx.remat or a smaller batch."
             )
-        self._separate.add(key)
+        self._separate.add(padded.types)
         if mixing.mixed:
             self._warn(
                 "pieces",
@@ -284,11 +283,6 @@ def examples_of(padded: PaddedBatch, index: int = 0) -> PyTree:
 
     mask = rows(padded.mask)
     return jax.tree.map(lambda leaf: rows(leaf)[mask], padded.batch, is_leaf=is_per_replica)
-
-
-def _leaves(padded: PaddedBatch) -> list[Any]:
-    leaves: list[Any] = jax.tree.leaves((padded.batch, padded.mask), is_leaf=is_per_replica)
-    return [leaf.stacked for leaf in leaves]
 
 
 def _shape(padded: PaddedBatch) -> tuple[int, ...]:
