@@ -3,7 +3,7 @@
 import itertools
 import operator
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar, final, overload
+from typing import Any, Generic, TypedDict, TypeVar, Unpack, final, overload
 
 import numpy as np
 
@@ -131,39 +131,30 @@ class ArrayDataset(Generic[B]):
         return f"ArrayDataset({len(self)} batches of {self.batch_size}{shuffled}{shard}; {arrays})"
 
 
+class _Options(TypedDict, total=False):
+    """The options of `from_arrays`."""
+
+    shuffle: bool
+    seed: int
+    drop_remainder: bool
+    shard: tuple[int, int] | None
+
+
 @overload
 def from_arrays(
-    arrays: A,
-    batch_size: int,
-    *,
-    shuffle: bool = False,
-    seed: int = 0,
-    drop_remainder: bool = False,
-    shard: tuple[int, int] | None = None,
+    arrays: A, batch_size: int, **options: Unpack[_Options]
 ) -> ArrayDataset[np.ndarray]: ...
 
 
 @overload
 def from_arrays(
-    arrays: dict[K, A],
-    batch_size: int,
-    *,
-    shuffle: bool = False,
-    seed: int = 0,
-    drop_remainder: bool = False,
-    shard: tuple[int, int] | None = None,
+    arrays: dict[K, A], batch_size: int, **options: Unpack[_Options]
 ) -> ArrayDataset[dict[K, np.ndarray]]: ...
 
 
 @overload
 def from_arrays(
-    arrays: PyTree,
-    batch_size: int,
-    *,
-    shuffle: bool = False,
-    seed: int = 0,
-    drop_remainder: bool = False,
-    shard: tuple[int, int] | None = None,
+    arrays: PyTree, batch_size: int, **options: Unpack[_Options]
 ) -> ArrayDataset[Any]: ...
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Never, final, get_args
+from typing import Any, NamedTuple, Never, TypeAlias, final, get_args
 
 import jax
 
@@ -38,6 +38,9 @@ from mirror._src.engine.per_replica import UNEQUAL_SHAPES, on_local_replicas
 _REITERABLE = "an object that can be iterated repeatedly (a list, a DataLoader, a Grain dataset)"
 _FIX = f"Pass {_REITERABLE}, or distribute a new iterator for every epoch."
 _FIX_OF_FUNCTION = f"Return {_REITERABLE} from the function."
+
+Group: TypeAlias = tuple[Any, dict[str, list[Any]]]
+"""One batch for each replica of a process: their structure, and each leaf of all by its name."""
 
 
 @set_module("mirror")
@@ -186,11 +189,11 @@ class PerReplicaDataset(DistributedDatasetBase[B]):
     def _distributed(self, reading: Pass, source: StatefulPass) -> Generator[PyTree, None, None]:  # noqa: ARG002
         num = len(self._replicas.local_ids)
         with contextlib.closing(reading.groups(num, self._joined, _form)) as groups:
-            for group in groups:
-                leaves = [on_local_replicas(column, self._replicas) for column in group.columns]
-                yield group.treedef.unflatten(leaves)
+            for treedef, columns in groups:
+                leaves = [on_local_replicas(column, self._replicas) for column in columns.values()]
+                yield treedef.unflatten(leaves)
 
-    def _joined(self, batches: list[Any]) -> "_Group":
+    def _joined(self, batches: list[Any]) -> Group:
         treedefs: list[Any] = [jax.tree.structure(batch) for batch in batches]
         if len(set(treedefs)) > 1:
             raise ValueError(
@@ -198,10 +201,10 @@ class PerReplicaDataset(DistributedDatasetBase[B]):
                 f"{', '.join(map(str, treedefs))}. Every batch must have the same keys."
             )
         named = [_named_arrays(batch) for batch in batches]
-        columns = [[arrays[name] for arrays in named] for name in named[0]]
-        if self._input.is_local and any(len({a.shape for a in c}) > 1 for c in columns):
+        columns = {name: [arrays[name] for arrays in named] for name in named[0]}
+        if self._input.is_local and any(len({a.shape for a in c}) > 1 for c in columns.values()):
             raise NotImplementedError(UNEQUAL_SHAPES)
-        return _Group(treedefs[0], tuple(named[0]), columns)
+        return treedefs[0], columns
 
     def _shapes(self) -> PyTree:
         batch, n = self._first(), len(self._replicas)
@@ -210,27 +213,14 @@ class PerReplicaDataset(DistributedDatasetBase[B]):
         return treedef.unflatten(shape_on_devices((n, *a.shape), a.dtype) for a in arrays)
 
 
-class _Group(NamedTuple):
-    """One batch for each of this process's replicas.
-
-    Attributes:
-        treedef: Structure of a batch.
-        names: Name of each leaf, for messages.
-        columns: Each leaf of all batches.
-    """
-
-    treedef: Any
-    names: tuple[str, ...]
-    columns: list[list[Any]]
-
-
-def _form(group: _Group) -> Form:
+def _form(group: Group) -> Form:
     """Returns what must be equal in all processes."""
+    treedef, columns = group
     leaves = tuple(
         (name, str(shape_on_devices((), column[0].dtype).dtype), tuple(column[0].shape))
-        for name, column in zip(group.names, group.columns, strict=True)
+        for name, column in columns.items()
     )
-    return Form("batches of replicas", str(group.treedef), leaves)
+    return Form("batches of replicas", str(treedef), leaves)
 
 
 def _reader(replicas: ReplicaDevices, *, is_local: bool) -> Input:
