@@ -83,10 +83,10 @@ BUDGETS = {
     "passes": Size(2601, 21, 34),
     "engine": Size(5261, 56, 69),
     "inspection": Size(2122, 17, 23),
-    "data": Size(1501, 14, 28),
+    "data": Size(1433, 13, 28),
     "keras": Size(511, 7, 7),
     "strategy": Size(997, 8, 8),
-    "training": Size(5567, 38, 67),
+    "training": Size(5402, 38, 64),
     "ps": Size(3698, 20, 72),
     "tools": Size(3173, 41, 33),
 }
