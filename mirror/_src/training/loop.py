@@ -82,9 +82,9 @@ class FitLoop:
         self._runner, self._validate = runner, validate
         self._limit = steps_per_epoch
         self._stream = Stream(data)
-        in_order_of_runs = sorted(callbacks, key=lambda c: (c.runs_last, not c.adds))
+        ordered = sorted(callbacks, key=lambda c: (c.runs_last, not c.adds))
         is_chief = trainer.strategy.is_chief
-        self._callbacks = [c for c in in_order_of_runs if is_chief or not c.runs_on_chief_only]
+        self._callbacks = [c for c in ordered if is_chief or not c.runs_on_chief_only]
         self._collected: deque[StepMetrics] = deque()
         self._agreed_stop: AgreedStop | None = None
         self._batches: deque[tuple[int, PaddedBatch]] = deque()  # of launches not collected
