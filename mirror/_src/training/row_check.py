@@ -114,10 +114,10 @@ class RowCheck:
         Raises:
             ValueError: If padding would change results, and is needed.
         """
-        if not is_padded(padded):
+        n, *_, rows = _shape(padded)
+        if padded.num_examples >= padded.num_batches * n * rows:
             return [padded]
         mixing = self._mixing(step, model, padded, only_rows=not changes_state)
-        n, rows = _shape(padded)[0], _shape(padded)[-1]
         sizes = padded.sizes or (padded.num_examples,)
         # Statistics over the examples of a replica that has none would be 0 / 0.
         is_empty = bool(mixing.means) and min(sizes) <= (n - 1) * rows
@@ -129,7 +129,14 @@ class RowCheck:
             return [self._exact(padded, i, sizes[i]) for i in indices]
         if is_empty or not all(place.is_statistics for place in mixing.padded):
             raise ValueError(self._message(step, mixing, max(uneven or sizes), n * num_pieces))
-        self._warn("padding", self._warning(mixing, n * num_pieces))
+        self._warn(
+            "padding",
+            f"The batch normalization at {_lines(mixing.padded)} counts the padding of batches "
+            f"whose size is not a multiple of {n * num_pieces}. Pass "
+            "mask=mirror.example_mask(x) with axes added for the other axes of x, or drop the last "
+            "batch: "
+            "mirror.data.from_arrays(..., drop_remainder=True).",
+        )
         return [padded]
 
     def check_last(
@@ -180,15 +187,6 @@ class RowCheck:
         if kind not in self._warned:
             self._warned.add(kind)
             warnings.warn(message, stacklevel=depth_of_user())
-
-    def _warning(self, mixing: Mixing, multiple: int) -> str:
-        return (
-            f"The batch normalization at {_lines(mixing.padded)} counts the padding of batches "
-            f"whose size is not a multiple of {multiple}. Pass "
-            "mask=mirror.example_mask(x) with axes added for the other axes of x, or drop the last "
-            "batch: "
-            "mirror.data.from_arrays(..., drop_remainder=True)."
-        )
 
     def _message(self, step: Step, mixing: Mixing, size: int, multiple: int) -> str:
         n = self._strategy.num_replicas_in_sync
@@ -265,12 +263,6 @@ class RowCheck:
         ((batch, mask),) = self._strategy.distribute_dataset([examples])
         assert isinstance(mask, PerReplica)
         return PaddedBatch(batch, mask, 1, size, sizes=(size,))
-
-
-def is_padded(padded: PaddedBatch) -> bool:
-    """Whether the batches of a launch contain padding."""
-    n, *_, size = _shape(padded)
-    return padded.num_examples < padded.num_batches * n * size
 
 
 def examples_of(padded: PaddedBatch, index: int = 0) -> PyTree:

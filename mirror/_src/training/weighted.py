@@ -84,13 +84,9 @@ def _require_real(name: str, value: Any) -> None:
 _REAL = (jnp.floating, jnp.integer, jnp.bool_)
 
 
-def _flatten(weighted: Weighted) -> tuple[tuple[Any, Any], None]:
-    return (weighted.values, weighted.weights), None
-
-
-def _flatten_with_keys(weighted: Weighted) -> tuple[tuple[tuple[Any, Any], ...], None]:
-    keys = map(jax.tree_util.GetAttrKey, ("values", "weights"))
-    return tuple(zip(keys, _flatten(weighted)[0], strict=True)), None
+def _flatten(weighted: Weighted) -> tuple[list[tuple[Any, Any]], None]:
+    names = ("values", "weights")
+    return [(jax.tree_util.GetAttrKey(name), getattr(weighted, name)) for name in names], None
 
 
 def _unflatten(_: None, children: Any) -> Weighted:
@@ -101,4 +97,4 @@ def _unflatten(_: None, children: Any) -> Weighted:
     return weighted
 
 
-jax.tree_util.register_pytree_with_keys(Weighted, _flatten_with_keys, _unflatten, _flatten)
+jax.tree_util.register_pytree_with_keys(Weighted, _flatten, _unflatten)
