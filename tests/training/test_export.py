@@ -205,8 +205,10 @@ assert not {{"mirror", "jax"}} & sys.modules.keys()
 def test_onnx_computes_what_predict_does(tmp_path, subtests):
     trainer = trained()
     expected = trainer.predict(X, batch_size=4)
+    functions = dict(vars(jnp))
     with subtests.test(msg="any number of rows"):
         trainer.export(tmp_path / "model.onnx", X[:2])
+        assert [name for name in functions if vars(jnp)[name] is not functions[name]] == []
         for rows in (1, 13):
             (found,) = run_onnx(tmp_path / "model.onnx", X[:rows])
             np.testing.assert_allclose(found, expected[:rows], **SMALL)

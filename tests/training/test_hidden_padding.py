@@ -146,7 +146,7 @@ WRONG = {
     "count": lambda s, m, z: z[:, 0] / (m >= 0).sum(),
     "sort": lambda s, m, z: jnp.sort(jnp.where(m, s, -jnp.inf), -1)[:, 0],
     "largest": lambda s, m, z: jax.lax.top_k(s * m, 2)[0].sum(-1),
-    "cumsum": lambda s, m, z: jnp.cumsum(jnp.where(m, s, 1), axis=-1).max(-1),
+    "cumsum": lambda s, m, z: jnp.cumsum(jnp.where(m, s, 1), -1).max(-1),
     "differences": lambda s, m, z: (jnp.diff(s * m, axis=-1) ** 2).sum(-1),
     "last": lambda s, m, z: (s * m)[:, -1],
     "matrix product": lambda s, m, z: (jnp.where(m, s, 1) @ jnp.ones(len(m))) ** 2,

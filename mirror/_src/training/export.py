@@ -1,8 +1,9 @@
 """`export`: the model of a trainer with its weights, as a StableHLO program or in ONNX."""
 
+import contextlib
 import importlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,8 @@ def _onnx_of(
         convert, runtime = map(importlib.import_module, ("jax2onnx", "onnxruntime"))
         flat = lambda *leaves: tuple(jax.tree.leaves(program(treedef.unflatten(leaves))))  # noqa: E731
         outputs = [f"output_{i}" for i in range(len(expected))]
-        model = convert.to_onnx(flat, shapes, input_names=inputs, output_names=outputs)
+        with _unchanged(jnp):
+            model = convert.to_onnx(flat, shapes, input_names=inputs, output_names=outputs)
         data = bytes(model.SerializeToString())
         options = runtime.SessionOptions()
         options.log_severity_level = 4
@@ -131,6 +133,16 @@ def _onnx_of(
             "program: trainer.export('model.jax', example)."
         ) from error
     return data
+
+
+@contextlib.contextmanager
+def _unchanged(module: Any) -> Iterator[None]:
+    """Restores what is replaced in a module: jax2onnx leaves its own `jnp.cumsum` (0.17.1)."""
+    before = dict(vars(module))
+    try:
+        yield
+    finally:
+        vars(module).update(before)
 
 
 def _on_one_device(leaf: Any) -> Any:
