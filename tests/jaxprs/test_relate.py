@@ -11,7 +11,7 @@ from mirror._src.jaxprs.relate import relate
 from mirror._src.jaxprs.relations import SAME, Kind, Why, rows
 from mirror._src.jaxprs.trace import trace
 from tests.fuzz import mutants
-from tests.fuzz.equality import check
+from tests.fuzz.equality import check, evaluated, holds, related
 from tests.support.tables import rows as table
 
 N, SIZE = 2, 4
@@ -338,6 +338,73 @@ def test_what_is_proved_of_many_random_steps_is_true(first):
     for seed in range(first, first + 20):
         check(seed, tally)
     print(dict(tally))
+
+
+# Values of each kind of relation, and how a program may replace them by zeros.
+VALUES = {
+    "same": lambda w, x: w[0],
+    "rows": lambda w, x: x,
+    "part": lambda w, x: x.sum(0),
+    "spread": lambda w, x: jnp.broadcast_to(x.sum(0), x.shape),
+    "most": lambda w, x: x.max(0),
+    "least": lambda w, x: x.min(0),
+    "index": lambda w, x: jnp.arange(len(x)),
+    "number": lambda w, x: jax.lax.axis_index("replica"),
+}
+CHOICES = {
+    "where": lambda flag, v: jnp.where(flag, v, 0),
+    "cond": lambda flag, v: jax.lax.cond(flag, lambda v: v, jnp.zeros_like, v),
+    "switch": lambda flag, v: jax.lax.switch(
+        flag.astype(int) + 1, [jnp.zeros_like, jnp.zeros_like, lambda v: v], v
+    ),
+    "scan": lambda flag, v: jax.lax.scan(
+        lambda c, use: (jnp.where(flag, v, 0 * v), c), jnp.zeros_like(v), None, length=2
+    )[1][0],
+    "while": lambda flag, v: jax.lax.while_loop(
+        lambda c: flag & (c[0] < 2), lambda c: (c[0] + 1, v), (0, jnp.zeros_like(v))
+    )[1],
+}
+
+
+def uses(x, v):
+    """Yields a value, and what it selects if it is an index or the number of a replica."""
+    yield v
+    if jnp.issubdtype(v.dtype, jnp.integer):
+        yield x[v]
+        yield jnp.arange(len(x)) + v * len(x)
+
+
+def reset_totals(choice, flag, x):
+    """Yields sums of loops over rows and over pieces whose totals may become zeros."""
+    for each in (x, pieces(x)):
+
+        def add(total, part):
+            return choice(flag, total) + part.reshape(-1, 3).sum(0), None
+
+        yield psum(jax.lax.scan(add, jnp.zeros(3, x.dtype), each)[0])
+
+
+@table("choice", list(CHOICES))
+def test_what_is_proved_of_values_or_zeros_is_true(choice):
+    def step(w, x, *_):
+        results = {}
+        choose = CHOICES[choice]
+        for sign in (-1, 1):
+            flag = sign * w[0, 0] > 0
+            for name, value in VALUES.items():
+                for i, each in enumerate(uses(x, choose(flag, value(w, x)))):
+                    results[name, sign, i] = each
+            for i, each in enumerate(reset_totals(choose, flag, x)):
+                results["total", sign, i] = each
+        names[:] = results
+        return list(results.values())
+
+    names = []
+    with jax.enable_x64(True):
+        relations = related(step)
+        values, whole = evaluated(jax.jit(step), 0)
+    facts = zip(names, relations, values, whole, strict=True)
+    assert not [name for name, *fact in facts if not holds(*fact)]
 
 
 def test_a_mistake_is_called_different():

@@ -117,7 +117,7 @@ def _sum(pair: Pair, xs: list[Relation]) -> Relation | None:
     kinds = {x.kind for x in xs}
     (first, second) = xs
     if kinds == {Kind.NUMBER, Kind.ZERO} and (pair.name != "sub" or second.kind is Kind.ZERO):
-        return found
+        return first if second.kind is Kind.ZERO else second
     if pair.name != "sub" and Kind.INDEX in kinds:
         index, step = (first, second) if first.kind is Kind.INDEX else (second, first)
         if step.kind is Kind.ZERO:

@@ -34,6 +34,7 @@ class Kind(enum.Enum):
 
 
 ALONG_AXIS = (Kind.ROWS, Kind.INDEX, Kind.SPREAD)
+_NEVER_ZERO = (Kind.INDEX, Kind.NUMBER, Kind.TOTAL)  # which zeros do not have
 EXTREMES = {"max": Kind.MOST, "min": Kind.LEAST}
 
 
@@ -149,6 +150,8 @@ def common(relations: Sequence[Relation], num_replicas: int) -> Relation | None:
     values = [x for x in relations if x.kind is not Kind.ZERO]
     if not values:
         return ZERO
+    if len(values) < len(relations) and any(x.kind in _NEVER_ZERO for x in values):
+        return None
     kinds = {x.kind for x in values}
     if Kind.PART in kinds:
         # What all replicas have is a part of n times its value.
