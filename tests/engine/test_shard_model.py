@@ -287,6 +287,37 @@ UNUSUAL = {
 }
 
 
+REDUCTIONS = {
+    "sum": jnp.sum,
+    "max": jnp.max,
+    "min": jnp.min,
+    "prod": lambda x: jnp.prod(x % 3),
+    "or": lambda x: jnp.bitwise_or.reduce(x, axis=None),
+    "and": lambda x: jnp.bitwise_and.reduce(x, axis=None),
+    "xor": lambda x: jnp.bitwise_xor.reduce(x, axis=None),
+    "any": jnp.any,
+    "all": jnp.all,
+    "argmax": jnp.argmax,
+}
+
+
+@rows("dtype", ["int32", "uint32", "bool"])
+def test_reductions_of_state_in_slices(dtype, subtests):
+    bits = [0b101, 0b110, 0b011, 0b101]  # each slice has others
+    state = jnp.broadcast_to(jnp.asarray(bits, dtype)[:, None], (N, 8))
+    for name, reduction in REDUCTIONS.items():
+        if dtype == "bool" and name not in ("any", "all"):
+            continue
+
+        def step(state, reduction=reduction):
+            return ~state, reduction(state)
+
+        with subtests.test(msg=name):
+            strategy = cpu_strategy(N, shard="optimizer")
+            found = strategy.run(step, (jnp.copy(state),), donate_argnums=0)
+            jax.tree.map(np.testing.assert_array_equal, found, step(state))
+
+
 @rows("name", list(UNUSUAL))
 def test_unusual_state_is_gathered_with_its_bits(name):
     step, state = UNUSUAL[name]

@@ -159,12 +159,23 @@ EXCLUDED = {  # padding does not enter
     ),
     "learned temperature": (temperature, X, WEIGHTS),
     "negated": (lambda m, x: jnp.where(~everywhere(m), -1e9, x @ everywhere(x).T).max(-1), X),
+    "any": (lambda m, x: x.sum(-1) * (m[:, None] & (x > 0)).any(), X),
     "max": (
         lambda m, x: x.max(-1) - jax.lax.pmax(jnp.where(m[:, None], x, -jnp.inf).max(), AXIS),
         X,
     ),
 }
 ACROSS = {
+    **{
+        f"bits of rows, {fill}": (
+            lambda m, y, reduce=reduce, fill=fill: y - reduce(jnp.where(m, y, fill)),
+            LABELS,
+        )
+        for reduce, fill in (
+            (jnp.bitwise_or.reduce, jnp.iinfo(jnp.int32).min),
+            (jnp.bitwise_and.reduce, jnp.iinfo(jnp.int32).max),
+        )
+    },
     "tiled": (lambda _, x: jnp.tile(x, 2).sum(-1) - jnp.tile(x, 2).mean(0).sum(), X),
     "unstacked": (lambda _, x: x.sum(-1) - jnp.unstack(x, axis=1)[0].mean(), X),
     "unstacked rows": (lambda _, x: x.sum(-1) - jnp.unstack(x, axis=0)[0].sum(), X),

@@ -1,7 +1,9 @@
 """The table of JAX's primitives. A new JAX release that adds one adds it here, and only here."""
 
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 
 class Kind(enum.Flag):
@@ -93,8 +95,10 @@ _ROWS = (
     ("dynamic_slice gather", Primitive(Kind.PICKING)),
     ("concatenate pad stack", Primitive(Kind.JOINING)),
     ("reduce_sum", Primitive(Kind.REDUCTION | Kind.LINEAR, "sum")),
-    ("reduce_max reduce_or", Primitive(Kind.REDUCTION, "max")),
-    ("reduce_min reduce_and", Primitive(Kind.REDUCTION, "min")),
+    ("reduce_max", Primitive(Kind.REDUCTION, "max")),
+    ("reduce_min", Primitive(Kind.REDUCTION, "min")),
+    ("reduce_or", Primitive(Kind.REDUCTION, "or")),
+    ("reduce_and", Primitive(Kind.REDUCTION, "and")),
     ("reduce_prod", Primitive(Kind.REDUCTION, "prod")),
     ("reduce_xor", Primitive(Kind.REDUCTION, "xor")),
     ("argmax", Primitive(Kind.REDUCTION, "argmax")),
@@ -135,6 +139,7 @@ _ROWS = (
     ("cond custom_linear_solve scan while", Primitive(Kind.CONTROL)),
     ("shard_map xla_pmap", Primitive(Kind.MAPPING)),
 )
+_OF_BOOLEANS = {"or": "max", "and": "min"}
 PRIMITIVES = {name: primitive for names, primitive in _ROWS for name in names.split()}
 
 
@@ -166,9 +171,11 @@ CALL = of_kind(Kind.CALL)
 MAPPING = of_kind(Kind.MAPPING)
 
 
-def op_of(name: str) -> str:
+def op_of(name: str, dtype: Any = None) -> str:
     """Returns the operation of a primitive; empty for one that has none or that is not known.
 
-    It is `sum` for a mean of replicas too, which JAX divides after the all-reduce.
+    It is `sum` for a mean of replicas too, which JAX divides after the all-reduce. For booleans,
+    whose dtype is passed, `or` and `and` are `max` and `min`; for integers, they combine bits.
     """
-    return PRIMITIVES[name].op if name in PRIMITIVES else ""
+    op = PRIMITIVES[name].op if name in PRIMITIVES else ""
+    return _OF_BOOLEANS.get(op, op) if dtype == jnp.bool_ else op

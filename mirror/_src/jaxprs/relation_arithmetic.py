@@ -226,7 +226,10 @@ def _conversion(pair: Pair, x: Relation) -> Relation | None:
     if jnp.issubdtype(old, jnp.inexact):
         return x if is_inexact else None
     if x.kind in _OPPOSITE:
-        return x if is_inexact or jnp.bool_ in (old, new) else None
+        is_bool = old == jnp.bool_ or (
+            new == jnp.bool_ and jnp.issubdtype(old, jnp.unsignedinteger)
+        )
+        return x if is_inexact or is_bool else None  # -1 is less than 0, and True
     is_wide = old.itemsize >= _NARROW and new.itemsize >= old.itemsize
     if x.kind in (Kind.INDEX, Kind.NUMBER):
         return x if is_inexact or jnp.issubdtype(new, jnp.integer) else None
@@ -238,16 +241,16 @@ def _conversion(pair: Pair, x: Relation) -> Relation | None:
 def _reduction(pair: Pair, xs: list[Relation]) -> Relation | None:
     (x,) = xs
     name, axes = pair.name, pair.eqn.params["axes"]
+    extreme = EXTREMES.get(op_of(name, dtype_of(pair.eqn.invars[0])))
     if x.kind is not Kind.ROWS:
         is_linear = name == "reduce_sum" and x.kind in (Kind.SAME, Kind.PART)
         is_extreme = x.kind is Kind.SAME and name in _SCALED
-        is_same = x.kind in EXTREMES.values() and EXTREMES.get(op_of(name)) is x.kind
+        is_same = extreme is not None and extreme is x.kind
         return x if is_linear or is_extreme or is_same else None
     if x.axis in axes:
         if name == "reduce_sum":
             return part(x.scale)
-        kind = EXTREMES.get(op_of(name))
-        return Relation(kind, x.scale) if kind is not None else None
+        return Relation(extreme, x.scale) if extreme is not None else None
     axis = x.axis - sum(axis < x.axis for axis in axes) if x.axis >= 0 else x.axis
     if name == "reduce_sum" or name in _SCALED:
         return rows(axis, x.scale)

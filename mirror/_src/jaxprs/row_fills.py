@@ -140,7 +140,7 @@ def is_neutral(name: str, value: Value, dtype: Any) -> bool:
     """Whether an operation gives the same for a set of entries and for the set with a value."""
     if not isinstance(value, float):
         return False
-    match op_of(name):
+    match op_of(name, dtype):
         case "sum" | "xor":
             return value == 0
         case "prod":

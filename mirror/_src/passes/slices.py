@@ -82,7 +82,7 @@ def is_scattered(operation: Operation) -> bool:
 
 def reduces_slices(operation: Operation, num_replicas: int) -> bool:
     """Whether the operation reduces a value to a scalar and can reduce slices of it first."""
-    if operation.name not in REDUCTION or op_of(operation.name) not in ("sum", "max", "min"):
+    if operation.name not in REDUCTION or _op_of(operation) not in _ALL_REDUCES:
         return False
     if operation.outputs[0].layout.is_own:
         return False
@@ -91,6 +91,11 @@ def reduces_slices(operation: Operation, num_replicas: int) -> bool:
         return False
     is_exact = bool(aval.dtype == jnp.bool_ or aval.dtype.itemsize >= 4)
     return is_exact and shard_axis(aval.shape, num_replicas) is not None
+
+
+def _op_of(operation: Operation) -> str:
+    aval: Any = operation.eqn.invars[0].aval
+    return op_of(operation.name, aval.dtype)
 
 
 class Slicing:
@@ -241,7 +246,7 @@ class Slicing:
         (result,) = operation.outputs
         part = Value(result.aval)
         self.add("equation", operation, [self.slices[operation.inputs[0]]], [part])
-        all_reduce = _ALL_REDUCES[op_of(operation.name)]
+        all_reduce = _ALL_REDUCES[_op_of(operation)]
         eqn = self.equation(lambda x: all_reduce(x, self.axis_name), result.aval)
         eqn = eqn.replace(source_info=operation.eqn.source_info)
         self.operations.append(Operation("equation", eqn, [part], [result], operation.around))
