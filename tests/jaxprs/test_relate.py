@@ -104,6 +104,10 @@ EQUAL = {
     "loop over rows": lambda w, x, y: pmean(jax.lax.map(lambda r: jnp.sin(r @ w).sum(), x).mean()),
     "accuracy": lambda w, x, y: pmean((jnp.argmax(x @ w, -1) == y).mean()),
     "largest": lambda w, x, y: jax.lax.pmax(x.max(), "replica"),
+    "whether any row": lambda w, x, y: jax.lax.pmax((y > 2).any().astype(int), "replica"),
+    "sums that are filled by zeros": lambda w, x, y: psum(
+        x.sum(0).at[jnp.arange(5)].get(mode="fill", fill_value=0.0)
+    ),
     "gathered": lambda w, x, y: (lambda g: jax.nn.log_softmax(g @ g.T).mean())(
         jax.lax.all_gather(x, "replica", tiled=True)
     ),
@@ -264,6 +268,22 @@ OTHERS = {
     "one key": (lambda w, x, y: psum((x * noise(jax.random.key(0), x)).sum()), Why.SAMPLES),
     "key of the replica": (lambda w, x, y: psum((x * noise(own_key(), x)).sum()), Why.SAMPLES),
     "mean of maxima": (lambda w, x, y: pmean(x.max()), Why.EXTREME),
+    "whether the largest is not zero": (
+        lambda w, x, y: jax.lax.pmax(y.max().astype(bool).astype(int), "replica"),
+        Why.UNKNOWN,
+    ),
+    "bits of rows": (
+        lambda w, x, y: jax.lax.pmax(jnp.bitwise_or.reduce(y), "replica"),
+        Why.UNKNOWN,
+    ),
+    "sums that are filled": (
+        lambda w, x, y: psum(x.sum(0).at[jnp.arange(5)].get(mode="fill", fill_value=1.0)),
+        Why.UNKNOWN,
+    ),
+    "weights by rows that are filled": (
+        lambda w, x, y: psum((w[0] / len(x)).at[y].get(mode="fill", fill_value=1.0).sum()),
+        Why.UNKNOWN,
+    ),
     "branch on a part": (
         lambda w, x, y: psum(jax.lax.cond(x.sum() > 0, lambda: x.sum(), lambda: 0.0)),
         Why.PART,

@@ -281,6 +281,8 @@ def _dynamic_update(pair: Pair, xs: list[Relation]) -> Relation | None:
 def _gather(pair: Pair, xs: list[Relation]) -> Relation | None:
     x, index = xs
     numbers = pair.eqn.params["dimension_numbers"]
+    if pair.eqn.params["fill_value"] and (x.kind in (Kind.PART, Kind.NUMBER) or x.scale != 1):
+        return None  # the number in place of what is outside is not a part
     ndim, rank = len(shape_of(pair.eqn.outvars[0])), len(shape_of(pair.eqn.invars[0]))
     batch = [d for d in range(ndim) if d not in numbers.offset_dims]
     outside = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
