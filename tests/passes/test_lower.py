@@ -134,6 +134,15 @@ def test_argmax_and_argmin(subtests, seeds):
             require_equal(find, x)
 
 
+@rows("shape", [(8, 1000), (1000, 8), (3, 16, 300), (64, 64), (2000,)])
+def test_argmax_and_argmin_of_arrays_that_xla_vectorizes(shape):
+    """In the maximum of such arrays, XLA:CPU omits NaN, but not in `argmax`."""
+    rng = np.random.RandomState(0)
+    x = np.where(rng.rand(*shape) < 0.2, np.nan, np.round(rng.randn(*shape)))
+    for axis in range(len(shape)):
+        require_equal(functools.partial(extremes, axis=axis, dtype=np.int32), x.astype(np.float32))
+
+
 def random_convolution(rng):
     """Returns a function that convolves, and its operands."""
     rank = int(rng.choice([1, 2, 2, 2, 3]))

@@ -226,10 +226,8 @@ def _conversion(pair: Pair, x: Relation) -> Relation | None:
     if jnp.issubdtype(old, jnp.inexact):
         return x if is_inexact else None
     if x.kind in _OPPOSITE:
-        is_bool = old == jnp.bool_ or (
-            new == jnp.bool_ and jnp.issubdtype(old, jnp.unsignedinteger)
-        )
-        return x if is_inexact or is_bool else None  # -1 is less than 0, and True
+        is_truth = new == jnp.bool_ and jnp.issubdtype(old, jnp.unsignedinteger)  # not of -1
+        return x if is_inexact or is_truth or old == jnp.bool_ else None
     is_wide = old.itemsize >= _NARROW and new.itemsize >= old.itemsize
     if x.kind in (Kind.INDEX, Kind.NUMBER):
         return x if is_inexact or jnp.issubdtype(new, jnp.integer) else None

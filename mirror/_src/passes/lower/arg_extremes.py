@@ -17,20 +17,25 @@ from mirror._src.passes.evaluate import Rule, Rules
 
 
 def _arg_extreme(reduce: Callable[..., Any]) -> Callable[[JaxprEqn], Rule | None]:
-    """Returns the rule for `argmax` or `argmin`: the first index of the extreme, or of a NaN."""
+    """Returns the rule for `argmax` or `argmin`: the first index of the extreme, or of a NaN.
+
+    The extreme may omit NaN: XLA:CPU does so in large arrays (JAX 0.10.2 and 0.12.0.1).
+    """
 
     def find(eqn: JaxprEqn) -> Rule | None:
         aval: Any = eqn.invars[0].aval
         (axis,), dtype = eqn.params["axes"], eqn.params["index_dtype"]
-        fits = 0 < aval.shape[axis] < jnp.iinfo(dtype).max
+        fits = 0 < 2 * aval.shape[axis] < jnp.iinfo(dtype).max
         return rule if aval.dtype == jnp.float32 and aval.size and fits else None
 
     def rule(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
         (x,), (axis,), dtype = arguments, eqn.params["axes"], eqn.params["index_dtype"]
         best = lax.expand_dims(reduce(x, (axis,)), (axis,))
         index = lax.broadcasted_iota(dtype, x.shape, axis)
-        index = lax.select((x == best) | (x != x), index, jnp.full_like(index, x.shape[axis]))
-        return [lax.reduce_min(index, (axis,))]
+        size = x.shape[axis]
+        after = lax.select(x == best, index + size, jnp.full_like(index, 2 * size))
+        first = lax.reduce_min(lax.select(x != x, index, after), (axis,))
+        return [lax.select(first < size, first, first - size)]
 
     return find
 
