@@ -163,6 +163,25 @@ def extremes(x):
     return lax.pmax(x, AXIS), lax.pmin(x, AXIS)
 
 
+def extremes_of_pairs(x):
+    return tuple(reduce(x, AXIS, axis_index_groups=PAIRS) for reduce in (lax.pmax, lax.pmin))
+
+
+@rows("strategy", STRATEGIES)
+@rows("size", [3, 3000])  # in the maximum of larger arrays, XLA:CPU omits NaN
+def test_extremes_have_a_nan_and_a_zero_wherever_any_replica_has(strategy, size):
+    values = np.random.RandomState(0).choice(np.float32([np.nan, 0.0, -0.0]), (N, size))
+    stacked = PerReplica.from_stacked(values)
+    for step, groups in ((extremes, [range(N)]), (extremes_of_pairs, PAIRS)):
+        for found in strategy.run(step, (stacked,)):
+            found = found.stacked if isinstance(found, PerReplica) else [found] * N
+            for replica, value in enumerate(map(np.asarray, found)):
+                group = next(group for group in groups if replica in group)
+                is_nan = np.isnan(values[list(group)]).any(0)
+                np.testing.assert_array_equal(np.isnan(value), is_nan)
+                assert not np.signbit(value[~is_nan]).any()
+
+
 @rows("strategy", STRATEGIES)
 def test_extremes_propagate_nan(strategy):
     for place in range(N):

@@ -27,6 +27,7 @@ from mirror._src.jaxprs.collective_eqns import (
     axes_of,
     kind_of,
     names_axis,
+    positive_zero,
     reduce_locally,
 )
 from mirror._src.jaxprs.user_lines import user_line
@@ -43,23 +44,31 @@ def uses_gloo(replicas: ReplicaDevices) -> bool:
     return replicas.on_host and is_initialized()
 
 
-def reduce_extreme(primitive: str, value: Array, axis: str) -> Array:
+def reduce_extreme(
+    primitive: str, value: Array, axis: str, groups: Sequence[Sequence[int]] | None = None
+) -> Array:
     """Reduces a maximum or minimum over devices: NaN if any value is NaN, and 0.0 instead of -0.0.
 
     XLA's all-reduce may or may not propagate a NaN, and may return either zero.
     """
-    reduce = _ALL_REDUCE[primitive]
+    reduce = functools.partial(_ALL_REDUCE[primitive], axis_index_groups=groups)
     if value.dtype == jnp.bool_:
         return reduce(value.astype(jnp.uint8), axis).astype(jnp.bool_)
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return reduce(value, axis)
-    is_nan = jax.lax.pmax(jnp.isnan(value).astype(jnp.uint8), axis) > 0
+    any_nan = jnp.isnan(value).astype(jnp.uint8)
+    is_nan = jax.lax.pmax(any_nan, axis, axis_index_groups=groups) > 0
     extreme = jnp.where(is_nan, jnp.asarray(jnp.nan, value.dtype), reduce(value, axis))
     return positive_zero(extreme)
 
 
-def positive_zero(value: Array) -> Array:
-    return jnp.where(value == 0, jnp.zeros((), value.dtype), value)
+def canonical(value: Array) -> Array:
+    """Returns 0.0 instead of -0.0, and one NaN instead of any."""
+    if jnp.iscomplexobj(value):
+        return jax.lax.complex(canonical(value.real), canonical(value.imag))
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        return value
+    return jnp.where(jnp.isnan(value), jnp.asarray(jnp.nan, value.dtype), positive_zero(value))
 
 
 class Formulas:
@@ -211,14 +220,13 @@ class CollectiveRules(Formulas):
         }
 
     def _find_extreme(self, eqn: JaxprEqn) -> Rule | None:
-        """Returns the rule for a maximum or minimum of floats or booleans over all devices."""
+        """Returns the rule for a maximum or minimum of floats or booleans over devices."""
         avals: list[Any] = [atom.aval for atom in eqn.invars]
         dtypes = [aval.dtype for aval in avals]
         has_floats = any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
         has_bools = any(dtype == jnp.bool_ for dtype in dtypes)
         is_whole = axes_of(eqn) == (self._axis,)
-        spans_all = is_whole and eqn.params.get("axis_index_groups") is None
-        return self._reduce if spans_all and (has_floats or has_bools) else None
+        return self._reduce if is_whole and (has_floats or has_bools) else None
 
     def _if_over_replicas(self, rule: Rule) -> Callable[[JaxprEqn], Rule | None]:
         return lambda eqn: rule if names_axis(eqn) else None
@@ -283,6 +291,8 @@ class CollectiveRules(Formulas):
             values = [reduce_locally(primitive, value, others) for value in values]
         if groups is None:
             return [self._all_reduce(eqn, primitive, value) for value in values]
+        if self._axis is not None and self._reduction is None:
+            return [reduce_extreme(primitive, value, self._axis, groups) for value in values]
         reduced = functools.partial(self._reduced, eqn)
         return [self.reduce_in_groups(primitive, value, groups, reduced) for value in values]
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from mirror._src.base.types import Array
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, reduce_locally
-from mirror._src.passes.collective_rules import Formulas, positive_zero, reduce_extreme
+from mirror._src.passes.collective_rules import Formulas, reduce_extreme
 from mirror._src.passes.program import Atom, Constant, Value, values_of
 from mirror._src.passes.staging.ir import (
     Branch,
@@ -202,7 +202,7 @@ class OnDevice(abc.ABC):
         """Returns the maximum or minimum over all replicas."""
         if rows.dtype == jnp.bool_:
             return self.extreme(step, rows.astype(jnp.uint8)).astype(jnp.bool_)
-        extreme = positive_zero(reduce_locally(step.primitive, rows, (0,)))
+        extreme = reduce_locally(step.primitive, rows, (0,))
         if self._num_devices == 1:
             return extreme
         return reduce_extreme(step.primitive, extreme, self._axis)

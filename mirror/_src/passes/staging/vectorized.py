@@ -21,8 +21,8 @@ from jax.extend.core import JaxprEqn
 
 from mirror._src.base.types import Array
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.jaxprs.collective_eqns import reduce_locally
-from mirror._src.passes.collective_rules import Reduction, positive_zero
+from mirror._src.jaxprs.collective_eqns import positive_zero, reduce_locally
+from mirror._src.passes.collective_rules import Reduction
 from mirror._src.passes.evaluate import Rule, Rules, at_line_of, bind_with
 from mirror._src.passes.lower.table import lowered
 from mirror._src.passes.program import Atom, Value, values_of
