@@ -13,6 +13,7 @@ from tests.support.compilations import compiler_options
 from tests.support.inside import devices_of_other_bits, pretended_types
 from tests.support.messages import raises
 from tests.support.strategies import ON_HOST, cpu_strategy
+from tests.support.tables import rows as rows_of
 
 HOST = "threads of host devices"
 
@@ -50,6 +51,40 @@ def test_replicas_are_numbered_over_the_devices():
     ids = strategy.run(lambda: jax.lax.axis_index(mirror.REPLICA_AXIS))
     assert [int(x) for x in ids.values] == [0, 1, 2, 3]
     assert strategy.devices == tuple(jax.devices("cpu")[i] for i in (0, 0, 1, 1))
+
+
+ODD_VALUES = {
+    "negative zeros": [0x80000000],
+    "zeros": [0x80000000, 0],
+    "NaN": [0x7FC00000, 0xFFC00000, 0x7FC00123, 0xFFF00001, 0x3F800000],
+}
+COLLECTIVES = {
+    "sum": lambda x: jax.lax.psum(x, mirror.REPLICA_AXIS),
+    "mean": lambda x: jax.lax.pmean(x, mirror.REPLICA_AXIS),
+    "max": lambda x: jax.lax.pmax(x, mirror.REPLICA_AXIS),
+    "min": lambda x: jax.lax.pmin(x, mirror.REPLICA_AXIS),
+    "scattered": lambda x: jax.lax.psum_scatter(x, mirror.REPLICA_AXIS, tiled=True),
+    "complex": lambda x: jax.lax.psum(jax.lax.complex(x, -x), mirror.REPLICA_AXIS),
+    "bfloat16": lambda x: jax.lax.psum(x.astype(jnp.bfloat16), mirror.REPLICA_AXIS),
+}
+
+
+@rows_of("values", ODD_VALUES)
+@rows_of("replicas", [6, 8])
+@rows_of("size", [24, 3 << 15])  # sent in pairs of devices, and in parts
+def test_zeros_and_nan_have_the_same_bits_on_any_number_of_devices(values, replicas, size):
+    bits = np.random.RandomState(0).choice(np.asarray(values, np.uint32), (replicas, size))
+    stacked = mirror.PerReplica.from_stacked(bits.view(np.float32))
+
+    def step(x):
+        return {name: reduce(x) for name, reduce in COLLECTIVES.items()}
+
+    found = []
+    for num_devices in (n for n in (1, 2, 3, 8) if replicas % n == 0):
+        results = cpu_strategy(num_devices, replicas=replicas).run(step, (stacked,))
+        arrays = jax.tree.map(lambda x: getattr(x, "stacked", x), results)
+        found.append({name: np.asarray(x).tobytes() for name, x in arrays.items()})
+    assert not [name for name in COLLECTIVES if len({each[name] for each in found}) > 1]
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "8"])

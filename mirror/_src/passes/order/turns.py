@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from mirror._src.base.dtypes import keys_like
 from mirror._src.base.types import Array
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.passes.collective_rules import uses_gloo
+from mirror._src.passes.collective_rules import canonical, uses_gloo
 from mirror._src.passes.order.tree import TreeSum, add
 from mirror._src.passes.program import Value
 from mirror._src.passes.staging.ir import Collective, Computation
@@ -125,7 +125,13 @@ class Turns(OnDevice):
         return jax.lax.while_loop(lambda s: s[0] < most, body, (jnp.int32(0), *state))[1:]
 
     def _sums(self, pieces: Sequence[Array]) -> list[Array]:
-        """Returns sums over all replicas; XLA does not connect the additions with their readers."""
+        """Returns sums over all replicas; XLA does not connect the additions with their readers.
+
+        XLA's all-reduce of two devices may return either zero, and either NaN.
+        """
+        return list(map(canonical, self._added(pieces)))
+
+    def _added(self, pieces: Sequence[Array]) -> list[Array]:
         totals = [self._sum.exchanged(of_device) for of_device in pieces]
         waiting = [total for total in totals if not isinstance(total, jax.Array)]
         if not waiting:
