@@ -42,6 +42,7 @@ ENDS = {  # by name in several_ending.py: texts of all processes, statuses
     "exit": (["Process 1 has ended", "sys.exit"], [1, 3]),
     "return": (["Process 1 has ended", "several_ending.py"], [1, 0]),
     "chief returns": (["Process 0 has ended", "several_ending.py"], [0, 1]),
+    "one more launch": (["Process 0 has ended", "several_ending.py"], [0, 1]),
     "static argument": (["ProgramMismatchError", "process 0 runs step", "process 1 runs"], [1, 1]),
     "less data": (["Process 1 has ended"], [1, 0]),
     "exception": (["ValueError: bad row 12"], [1, 1]),
@@ -49,7 +50,7 @@ ENDS = {  # by name in several_ending.py: texts of all processes, statuses
     "evaluate": (["ProgramMismatchError", "train_step", "evaluate_step"], [1, 1]),
     "assign": (["ReplicaDivergenceError", "model.bias", "process 1"], [1, 1]),
 }
-IN_CI = ("exit", "evaluate")
+IN_CI = ("exit", "one more launch", "evaluate")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,8 @@ IN_CI = ("exit", "evaluate")
 def test_what_one_process_does_ends_all_with_an_error_and_their_own_status(how):
     """Before JAX takes a silent process for dead, and aborts the others."""
     texts, statuses = ENDS[how]
-    ended = processes.run_program("several_ending", how, devices=1)
+    devices = 2 if how == "one more launch" else 1  # with one, gloo ends the launch
+    ended = processes.run_program("several_ending", how, devices=devices)
     everything = "\n".join(each.output for each in ended)
     assert [each.status for each in ended] == statuses, everything
     for each in ended:

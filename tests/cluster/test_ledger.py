@@ -139,7 +139,7 @@ def test_a_change_of_the_program_is_compared_the_first_times_and_then_rarely():
 
 def test_a_launch_that_an_ended_process_will_not_make_is_named():
     ended = failures.Event("end", 1, "", 29)
-    text = failures.missing_launch(ended, 30, "train_step")
+    text = failures.missing_launch(ended, 0, 30, "train_step")
     assert_message(text, names=["Process 1", "train_step"], values=[29, 30], fix="sys.exit")
 
 

@@ -77,11 +77,11 @@ def error_of(event: Event) -> Exception:
     return RuntimeError(f"Process {event.process} has failed: {event.text}")
 
 
-def missing_launch(ended: Event, count: int, last: str) -> str:
+def missing_launch(ended: Event, process: int, count: int, last: str) -> str:
     """Returns the message for a process whose launch another process will never make."""
     return (
         f"Process {ended.process} has ended after launch {ended.launches}, but process "
-        f"{store.process_index()} has begun launch {count}, {last}, which needs all processes. End "
+        f"{process} has begun launch {count}, {last}, which needs all processes. End "
         "the program at the same step on every process: look for sys.exit, return, break or an "
         "iterator that is shorter there."
     )
@@ -101,6 +101,7 @@ class Failures:
         self._status: int | None = None
         self._have_all_failed = False
         self._is_exiting = False
+        self._ended: Event | None = None
         self._is_over = threading.Event()
         self._stopped_at = 0.0
         self._place: object = None
@@ -142,7 +143,7 @@ class Failures:
 
     def _watch(self) -> None:
         with contextlib.suppress(RuntimeError, AssertionError):  # the coordinator has ended
-            number, ended = 0, None
+            number = 0
             while not self._is_over.is_set():
                 # Not `store.wait`, which a message would have to end: a process that ended without
                 # this delay while a step still ran hung in the cleanup of JAX 0.12, in 2 of 8 runs.
@@ -152,7 +153,7 @@ class Failures:
                     number += 1
                     event = Event(*json.loads(text))
                     if event.kind == "end":
-                        ended = event
+                        self._ended = event
                     else:
                         self._stop(event)
                 if store.stop is not None:
@@ -160,10 +161,11 @@ class Failures:
                     self._is_over.wait(_POLL_SECS)
                     continue
                 self._exchange()
-                if ended is not None and ledger.num_joined > ended.launches:
-                    message = missing_launch(ended, ledger.count, ledger.last)
-                    self._stop(Event("stop", store.process_index(), message))
-                    _post(Event("stop", store.process_index(), message))
+                if self._ended is not None and ledger.num_joined > self._ended.launches:
+                    me = store.process_index()
+                    message = missing_launch(self._ended, me, ledger.count, ledger.last)
+                    self._stop(Event("stop", me, message))
+                    _post(Event("stop", me, message))
 
     def _exchange(self) -> None:
         with self._exchange_lock:
@@ -223,6 +225,8 @@ class Failures:
                 store.stop, ProgramMismatchError
             ):
                 self._leave(1)  # the results of this process are wrong
+            if self._ended is not None and ledger.num_joined > self._ended.launches:
+                self._leave(1)  # XLA would wait for the launch when no thread of Python runs
             self._say_farewell()
             threading.Thread(target=self._leave_late, daemon=True).start()
             self._is_over.set()
@@ -247,14 +251,27 @@ class Failures:
         while not ledger.is_settled and store.stop is None and time.monotonic() < deadline:
             time.sleep(_POLL_SECS / 10)
             self._exchange()
-        store.set(f"left/{me}", "")
+        mine = json.dumps([ledger.num_joined, ledger.last])
+        store.set(f"left/{me}", mine)
         with contextlib.suppress(Exception):  # `store.stop`
             if me == 0:
-                if len(store.get_many("left", count, deadline, {me: ""})) == count:
+                left = store.get_many("left", count, deadline, {me: mine})
+                if len(left) == count:
                     self._exchange()
-                    store.set("left/all", "")
-            else:
-                store.get("left/all", deadline)
+                    store.set("left/all", json.dumps([left[i] for i in range(count)]))
+            text = store.get("left/all", deadline)
+            if text is not None:
+                self._compare_ends([json.loads(each) for each in json.loads(text)])
+
+    def _compare_ends(self, ends: list[tuple[int, str]]) -> None:
+        """Stops if all processes end, but not after the same launch."""
+        counts = [launches for launches, _ in ends]
+        fewest, most = min(counts), max(counts)
+        if fewest == most:
+            return
+        last = counts.index(most)
+        self._ended = Event("end", counts.index(fewest), "", fewest)
+        self._stop(Event("stop", last, missing_launch(self._ended, last, *ends[last])))
 
     def _leave(self, status: int) -> None:
         """Ends the process now, process 0 after the others: without it, JAX aborts them."""
