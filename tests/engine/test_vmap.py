@@ -190,12 +190,23 @@ def test_replicas_per_device_rejects_invalid_values(count, error, values):
         mirror.MirroredStrategy(CPUS[:1], replicas_per_device=count)
 
 
-def test_operations_without_a_batching_rule_are_named():
+def count(x, **options):
+    return jax.experimental.io_callback(lambda x: x, x, x, **options)
+
+
+@rows(
+    "operation",
+    {
+        "ordered": lambda x: count(x, ordered=True),
+        "in a branch": lambda x: jax.lax.cond(x > 3, count, jnp.sin, x),
+        "in a loop": lambda x: jax.lax.while_loop(lambda x: x < 9, lambda x: count(x) + 9, x),
+    },
+)
+def test_operations_without_a_batching_rule_are_named(operation):
     strategy = strategy_of("8 on 1")
 
     def step(x):
-        jax.experimental.io_callback(lambda _: None, None, x, ordered=True)
-        return jax.lax.psum(x, mirror.REPLICA_AXIS)
+        return jax.lax.psum(operation(x), mirror.REPLICA_AXIS)
 
     with raises(NotImplementedError, names="jax.vmap"):
         strategy.run(step, (mirror.PerReplica(list(np.arange(8.0))),))

@@ -46,7 +46,10 @@ def vectorized(fn: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
     def run(*leaves: Any) -> Any:
         try:
             return lowered(lowered(fn, _POOLING), rules)(*leaves)
-        except (NotImplementedError, AssertionError, NameError, ValueError) as error:
+        except Exception as error:
+            # JAX raises `Exception` itself for a callback in a loop of each replica's own rounds.
+            if type(error) is not Exception and not isinstance(error, _OF_VMAP):
+                raise
             raise NotImplementedError(
                 "This step cannot run with several replicas per device, which relies on "
                 f"jax.vmap: {str(error).rstrip('.')}. Use one replica per device, or rewrite "
@@ -56,6 +59,7 @@ def vectorized(fn: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
     return run
 
 
+_OF_VMAP = (NotImplementedError, AssertionError, NameError, ValueError)
 _SIZES = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
 _TRIVIAL: dict[str, Any] = {**dict.fromkeys(_SIZES, 1), "padding": (0, 0)}
 
