@@ -67,7 +67,8 @@ def test_imports_go_down(subtests):
 
 
 def test_imports_have_no_cycles():
-    graph = {name: imports_of(tree) - {name} for name, tree in modules().items() if folder_of(name)}
+    trees = {name: tree for name, tree in modules().items() if folder_of(name)}
+    graph = {name: imports_of(tree, at_run_time=True) - {name} for name, tree in trees.items()}
     while leaves := [name for name, targets in graph.items() if not targets & graph.keys()]:
         for name in leaves:
             del graph[name]
@@ -86,7 +87,7 @@ BUDGETS = {
     "data": Size(1433, 13, 28),
     "keras": Size(511, 7, 7),
     "strategy": Size(997, 8, 8),
-    "training": Size(5396, 38, 64),
+    "training": Size(5405, 38, 64),
     "ps": Size(3698, 20, 72),
     "tools": Size(3173, 41, 33),
 }

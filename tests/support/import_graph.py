@@ -40,10 +40,18 @@ def folder_of(name: str) -> str:
     return name.split(".")[1] if name.startswith("_src.") else ""
 
 
-def imports_of(tree: ast.Module) -> set[str]:
-    """Returns the modules of the package that a module imports, also inside functions."""
+def imports_of(tree: ast.Module, *, at_run_time: bool = False) -> set[str]:
+    """Returns the modules of the package that a module imports, also inside functions.
+
+    Args:
+        tree: The module.
+        at_run_time: Whether to leave out what only type checkers import.
+    """
     names: set[str] = set()
+    ignored = {n for each in tree.body if _is_for_types(each) for n in ast.walk(each)}
     for node in ast.walk(tree):
+        if at_run_time and node in ignored:
+            continue
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -53,6 +61,10 @@ def imports_of(tree: ast.Module) -> set[str]:
     inside = {n.removeprefix("mirror").lstrip(".") for n in names if n.split(".")[0] == "mirror"}
     # `from mirror import calls` imports a module of the package, not the package itself.
     return {n for n in inside if n in known and (n or inside == {""})}
+
+
+def _is_for_types(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 class Size(NamedTuple):

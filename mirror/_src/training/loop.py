@@ -8,7 +8,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from mirror._src.base import clock, interrupts
 from mirror._src.base.closing import Closing, closing
@@ -25,6 +25,9 @@ from mirror._src.training.mistakes import bytes_of, labels_in, wrong_numbers
 from mirror._src.training.objective import LOSS, Sums
 from mirror._src.training.progress import Position, StepMetrics, in_order
 from mirror._src.training.runners import StepRunner
+
+if TYPE_CHECKING:
+    from mirror._src.training.trainer import Trainer
 
 _LABELS = ", which mirror.Trainer(..., labels='label', num_classes=10) checks"
 _MOST_KEPT_BYTES = 2**23
@@ -57,7 +60,7 @@ class FitLoop:
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: "Trainer[Any]",
         runner: StepRunner,
         epochs: int,
         position: Position,
