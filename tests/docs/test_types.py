@@ -42,6 +42,7 @@ FOREIGN = [  # types of other libraries that are narrower than what they accept
     r"hk\.TransformedWithState\? has no attribute",
     r'DataLoader" has incompatible type|DataLoader" in function "__init__"|parameter "dataset"',
     r'"MultiMetric" has no attribute|for class "MultiMetric"',
+    r'Cannot access attribute "\w+" for class "FrozenDict',  # Linen
     r'"Literal\[0\]" cannot be assigned to parameter "verbose" of type "str"',  # Keras
     r'"tuple\[Unknown, list\[Unknown\], list\[Unknown\] \| None\] .* to target tuple',  # Keras
 ]
