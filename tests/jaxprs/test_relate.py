@@ -300,6 +300,29 @@ OTHERS = {
         lambda w, x, y: jax.lax.scan(lambda c, _: (c * 0.5, None), w, x)[0],
         Why.UNKNOWN,
     ),
+    "diagonal by positions in both columns": (
+        lambda w, x, y: psum(
+            jax.lax.gather(
+                x,
+                jax.lax.broadcasted_iota(jnp.int32, (len(x), 2), 0),
+                jax.lax.GatherDimensionNumbers((), (0, 1), (0, 1)),
+                (1, 1),
+                mode="clip",
+            ).sum()
+        ),
+        Why.UNKNOWN,
+    ),
+    "writes by positions in both columns": (
+        lambda w, x, y: psum(
+            jax.lax.scatter(
+                jnp.zeros_like(x),
+                jax.lax.broadcasted_iota(jnp.int32, (len(x), 2), 0),
+                x[:, 0],
+                jax.lax.ScatterDimensionNumbers((), (0, 1), (0, 1)),
+            ).sum(0)
+        ),
+        Why.UNKNOWN,
+    ),
     "another program": (
         lambda w, x, y: psum(jnp.tanh(x).sum() if len(x) > SIZE else x.sum()),
         Why.UNKNOWN,

@@ -306,10 +306,15 @@ def _gather(pair: Pair, xs: list[Relation]) -> Relation | None:
         return rows(batch[index.axis], x.scale) if is_matched else None
     if index.kind is Kind.INDEX and is_own and _is_position(pair, index, x.axis):
         is_collapsed = x.axis in numbers.collapsed_slice_dims
-        columns = index.columns or frozenset({0})
+        columns = _columns(pair, index)
         is_read = columns == {list(numbers.start_index_map).index(x.axis)} if is_collapsed else None
         return rows(batch[index.axis], x.scale) if is_read else None
     return None
+
+
+def _columns(pair: Pair, index: Relation) -> frozenset[int]:
+    """Returns the columns of an index that count rows: all of them, unless others were joined."""
+    return index.columns or frozenset(range(shape_of(pair.eqn.invars[1])[-1]))
 
 
 def _is_position(pair: Pair, index: Relation, axis: int) -> bool:
@@ -356,7 +361,7 @@ def _scatter(pair: Pair, xs: list[Relation]) -> Relation | None:
         found = common([array, part(update.scale)], pair.num_replicas)
         return found if adds and found is not None and found.kind is Kind.PART else None
     if index.kind is Kind.INDEX:
-        columns = index.columns or frozenset({0})
+        columns = _columns(pair, index)
         if len(columns) != 1:
             return None
         axis = numbers.scatter_dims_to_operand_dims[next(iter(columns))]
