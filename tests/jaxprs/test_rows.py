@@ -157,6 +157,10 @@ EXCLUDED = {  # padding does not enter
         lambda m, x: jnp.where(everywhere(m), x @ everywhere(x).T, -1e9).max(-1),
         X,
     ),
+    "sums from here": (
+        lambda m, x: x.sum(-1) - jax.lax.cumsum(m[:, None] * x, 0, reverse=True).sum(),
+        X,
+    ),
     "learned temperature": (temperature, X, WEIGHTS),
     "negated": (lambda m, x: jnp.where(~everywhere(m), -1e9, x @ everywhere(x).T).max(-1), X),
     "any": (lambda m, x: x.sum(-1) * (m[:, None] & (x > 0)).any(), X),
@@ -176,6 +180,16 @@ ACROSS = {
             (jnp.bitwise_and.reduce, jnp.iinfo(jnp.int32).max),
         )
     },
+    "sums so far": (lambda m, x: x.sum(-1) - jnp.cumsum(m[:, None] * x, 0).sum(), X),
+    "sums of neighbors": (
+        lambda m, x: (
+            x.sum(-1)
+            - jax.lax.reduce_window(
+                m[:, None] * x, 0.0, jax.lax.add, (2, 1), (1, 1), "SAME_LOWER"
+            ).sum()
+        ),
+        X,
+    ),
     "tiled": (lambda _, x: jnp.tile(x, 2).sum(-1) - jnp.tile(x, 2).mean(0).sum(), X),
     "unstacked": (lambda _, x: x.sum(-1) - jnp.unstack(x, axis=1)[0].mean(), X),
     "unstacked rows": (lambda _, x: x.sum(-1) - jnp.unstack(x, axis=0)[0].sum(), X),

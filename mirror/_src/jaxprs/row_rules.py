@@ -124,8 +124,11 @@ def _shuffled(eqn: JaxprEqn, value: Rows, axes: Iterable[int], line: Place) -> R
 
     def fill(axis: RowAxis) -> Value:
         number = value.value(axis)
-        is_kept = name in (_KEEPS_FILL if axis.axis in axes else _KEEPS_OTHER_FILL)
-        return number if is_kept or (number == 0 and name in _KEEPS_ZERO) else None
+        if axis.axis in axes:  # a cumulative sum ends with the sum of all rows, or starts with it
+            is_last = name == "cumsum" and eqn.params["reverse"] and number == 0
+            return number if is_last or name in _KEEPS_FILL else None
+        is_kept = name in _KEEPS_OTHER_FILL or (number == 0 and name in _KEEPS_ZERO)
+        return number if is_kept else None
 
     return result.filled(fill)
 
