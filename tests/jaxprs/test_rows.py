@@ -157,6 +157,19 @@ EXCLUDED = {  # padding does not enter
         lambda m, x: jnp.where(everywhere(m), x @ everywhere(x).T, -1e9).max(-1),
         X,
     ),
+    "largest features": (
+        lambda m, x: x.sum(-1) - jax.lax.top_k(m[:, None] * x, 2)[0].sum(),
+        X,
+    ),
+    "singular values": (
+        lambda m, x: (
+            x.sum(-1)
+            - jnp.linalg.svd(m[:, None] * x, compute_uv=False).sum()
+            - jnp.linalg.svd(m[:, None] * x, full_matrices=False)[1].sum()
+            - jnp.linalg.eigh((y := m[:, None] * x) @ y.T)[0].sum()
+        ),
+        X,
+    ),
     "sums from here": (
         lambda m, x: x.sum(-1) - jax.lax.cumsum(m[:, None] * x, 0, reverse=True).sum(),
         X,
@@ -180,6 +193,18 @@ ACROSS = {
             (jnp.bitwise_and.reduce, jnp.iinfo(jnp.int32).max),
         )
     },
+    "positions of the largest": (
+        lambda m, x: x.sum(-1) - jax.lax.top_k(m[:, None] * x, 2)[1].sum(),
+        X,
+    ),
+    "singular vectors": (
+        lambda m, x: x.sum(-1) - jnp.linalg.svd(m[:, None] * x, full_matrices=False)[2].sum(),
+        X,
+    ),
+    "eigenvectors": (
+        lambda m, x: x.sum(-1) - jnp.linalg.eigh((y := m[:, None] * x) @ y.T)[1].sum(),
+        X,
+    ),
     "sums so far": (lambda m, x: x.sum(-1) - jnp.cumsum(m[:, None] * x, 0).sum(), X),
     "sums of neighbors": (
         lambda m, x: (

@@ -415,6 +415,8 @@ _KEEPS_OTHER_FILL = frozenset(
     )
 )
 _KEEPS_ZERO = frozenset(("cumsum", "cumprod", "reduce_window_sum"))
+# The only result that keeps them: values, not their positions or vectors.
+FILLED_RESULT = {"approx_top_k": 0, "eigh": 1, "svd": 0, "top_k": 0}
 _KEEPS_INDEX = frozenset(("convert_element_type", "lt", "add", "select_n"))
 _FACTORS = ("cholesky", "lu", "qr", "eigh", "eig", "svd", "schur", "householder_product")
 _SOLVERS = ("triangular_solve", "tridiagonal_solve")

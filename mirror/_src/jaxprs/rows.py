@@ -17,6 +17,7 @@ from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, axes_of, is_collecti
 from mirror._src.jaxprs.equations import Interpreter, Scan, While
 from mirror._src.jaxprs.primitives import PASSING
 from mirror._src.jaxprs.row_facts import (
+    NO_FILLS,
     NO_LINES,
     NO_ROWS,
     Excludes,
@@ -30,7 +31,7 @@ from mirror._src.jaxprs.row_facts import (
     unknown,
 )
 from mirror._src.jaxprs.row_fills import Value, constant_of, dtype_of
-from mirror._src.jaxprs.row_rules import CONSTANT_RULES, RULES, gathered, reduced
+from mirror._src.jaxprs.row_rules import CONSTANT_RULES, FILLED_RESULT, RULES, gathered, reduced
 from mirror._src.jaxprs.user_lines import is_within_file, line_within
 
 _NO_PLACE = Place("")
@@ -78,7 +79,11 @@ class _Pass(Interpreter[Rows]):
             return [self.collective(eqn, operand, line) for operand in operands]
         if rule is None:
             return [unknown(operands, line)] * count
-        return [rule(eqn, operands, line)] * count
+        result = rule(eqn, operands, line)
+        kept = FILLED_RESULT.get(name)
+        return [
+            result if kept in (None, i) else result._replace(fills=NO_FILLS) for i in range(count)
+        ]
 
     def chosen(self, predicate: Rows, cases: Sequence[Rows]) -> Rows:
         value = join(cases)
