@@ -170,6 +170,10 @@ EXCLUDED = {  # padding does not enter
         ),
         X,
     ),
+    "halves rounded to even": (
+        lambda m, x: x.sum(-1) - jnp.round(jax.nn.sigmoid(m[:, None] * x)).sum(),
+        X,
+    ),
     "sums from here": (
         lambda m, x: x.sum(-1) - jax.lax.cumsum(m[:, None] * x, 0, reverse=True).sum(),
         X,
@@ -203,6 +207,10 @@ ACROSS = {
     ),
     "eigenvectors": (
         lambda m, x: x.sum(-1) - jnp.linalg.eigh((y := m[:, None] * x) @ y.T)[1].sum(),
+        X,
+    ),
+    "halves rounded up": (
+        lambda m, x: x.sum(-1) - jax.lax.round(jax.nn.sigmoid(m[:, None] * x)).sum(),
         X,
     ),
     "sums so far": (lambda m, x: x.sum(-1) - jnp.cumsum(m[:, None] * x, 0).sum(), X),

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -156,6 +157,8 @@ def _evaluated(name: str, eqn: JaxprEqn, values: Sequence[Any]) -> Value:
     is_bool = np.dtype(bool) == dtype_of(eqn.outvars[0])
     table = {**_FUNCTIONS, **_LOGICAL} if is_bool else _FUNCTIONS
     function = table.get(name)
+    if name == "round" and eqn.params["rounding_method"] == jax.lax.RoundingMethod.AWAY_FROM_ZERO:
+        function = _round_away
     if name == "integer_pow":
         values, function = [*values, float(eqn.params["y"])], np.power
     if function is None:
@@ -164,6 +167,11 @@ def _evaluated(name: str, eqn: JaxprEqn, values: Sequence[Any]) -> Value:
         result = _cast(_number(function(*map(np.float64, values))), eqn)
     is_new_nan = result != result and not any(value != value for value in values)
     return None if is_new_nan else result  # such as 0 * -1e9, if that is as good as infinite
+
+
+def _round_away(value: Any) -> Any:
+    """Rounds a number to the nearest integer, and one half away from zero."""
+    return np.copysign(np.trunc(np.abs(value)) + (np.abs(value) % 1 >= 0.5), value)
 
 
 def _cast(value: Value, eqn: JaxprEqn) -> Value:
