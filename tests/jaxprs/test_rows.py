@@ -174,6 +174,11 @@ EXCLUDED = {  # padding does not enter
         lambda m, x: x.sum(-1) - jnp.round(jax.nn.sigmoid(m[:, None] * x)).sum(),
         X,
     ),
+    "complex": (lambda m, x: x.sum(-1) - jnp.abs((m[:, None] * (x + 1j)).sum()), X),
+    "complex zeros": (
+        lambda m, x: x.sum(-1) - jnp.abs(jnp.where(m[:, None], x + 1j, 0).sum()),
+        X,
+    ),
     "sums from here": (
         lambda m, x: x.sum(-1) - jax.lax.cumsum(m[:, None] * x, 0, reverse=True).sum(),
         X,
@@ -213,6 +218,7 @@ ACROSS = {
         lambda m, x: x.sum(-1) - jax.lax.round(jax.nn.sigmoid(m[:, None] * x)).sum(),
         X,
     ),
+    "imaginary": (lambda _, x: x.sum(-1) - jnp.abs((x * 1j).sum()), X),
     "sums so far": (lambda m, x: x.sum(-1) - jnp.cumsum(m[:, None] * x, 0).sum(), X),
     "sums of neighbors": (
         lambda m, x: (

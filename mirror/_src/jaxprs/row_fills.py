@@ -77,7 +77,10 @@ def constant_of(value: Any) -> Value:
     if getattr(value, "size", 1) > _LARGEST_ARRAY:
         return None
     try:
-        first, *_ = entries = np.asarray(value).ravel().astype(np.float64)
+        array = np.asarray(value)
+        if np.imag(array).any():
+            return None
+        first, *_ = entries = np.real(array).ravel().astype(np.float64)
     except (TypeError, ValueError):  # a PRNG key, an empty array
         return None
     return _number(first) if (entries == first).all() or np.isnan(entries).all() else None
@@ -182,7 +185,7 @@ def _cast(value: Value, eqn: JaxprEqn) -> Value:
     if jnp.issubdtype(dtype, jnp.integer) and not _limits(dtype)[0] <= value <= _limits(dtype)[1]:
         return None
     with np.errstate(all="ignore"):
-        return _number(np.asarray(value).astype(dtype).astype(np.float64))
+        return _number(np.real(np.asarray(value).astype(dtype)).astype(np.float64))
 
 
 def dtype_of(atom: Any) -> Any:
