@@ -179,6 +179,19 @@ EXCLUDED = {  # padding does not enter
         lambda m, x: x.sum(-1) - jnp.abs(jnp.where(m[:, None], x + 1j, 0).sum()),
         X,
     ),
+    **{
+        f"picked or {fill}": (
+            lambda m, x, y, fill=fill: (
+                x.sum(-1)
+                - jnp.take_along_axis(
+                    m[:, None] * x, y[:, None], 1, mode="fill", fill_value=fill
+                ).sum()
+            ),
+            X,
+            LABELS,
+        )
+        for fill in (0.0, None)
+    },
     "sums from here": (
         lambda m, x: x.sum(-1) - jax.lax.cumsum(m[:, None] * x, 0, reverse=True).sum(),
         X,
@@ -219,6 +232,14 @@ ACROSS = {
         X,
     ),
     "imaginary": (lambda _, x: x.sum(-1) - jnp.abs((x * 1j).sum()), X),
+    "picked or one": (
+        lambda m, x, y: (
+            x.sum(-1)
+            - jnp.take_along_axis(m[:, None] * x, y[:, None], 1, mode="fill", fill_value=1.0).sum()
+        ),
+        X,
+        LABELS,
+    ),
     "sums so far": (lambda m, x: x.sum(-1) - jnp.cumsum(m[:, None] * x, 0).sum(), X),
     "sums of neighbors": (
         lambda m, x: (

@@ -150,9 +150,9 @@ def is_neutral(name: str, value: Value, dtype: Any) -> bool:
         case "prod":
             return value == 1
         case "max" | "argmax":
-            return value <= max(-_HUGE, _limits(dtype)[0])
+            return value <= max(-_HUGE, limits(dtype)[0])
         case "min" | "argmin":
-            return value >= min(_HUGE, _limits(dtype)[1])
+            return value >= min(_HUGE, limits(dtype)[1])
     return False
 
 
@@ -182,7 +182,7 @@ def _cast(value: Value, eqn: JaxprEqn) -> Value:
     dtype = dtype_of(eqn.outvars[0])
     if not isinstance(value, float):
         return value
-    if jnp.issubdtype(dtype, jnp.integer) and not _limits(dtype)[0] <= value <= _limits(dtype)[1]:
+    if jnp.issubdtype(dtype, jnp.integer) and not limits(dtype)[0] <= value <= limits(dtype)[1]:
         return None
     with np.errstate(all="ignore"):
         return _number(np.real(np.asarray(value).astype(dtype)).astype(np.float64))
@@ -192,7 +192,8 @@ def dtype_of(atom: Any) -> Any:
     return atom.aval.dtype
 
 
-def _limits(dtype: Any) -> tuple[float, float]:
+def limits(dtype: Any) -> tuple[float, float]:
+    """Returns the smallest and the largest number of a dtype."""
     if np.dtype(bool) == dtype:
         return 0, 1
     info: Any = jnp.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo(dtype)

@@ -20,7 +20,7 @@ from mirror._src.jaxprs.row_facts import (
     neutral,
     unknown,
 )
-from mirror._src.jaxprs.row_fills import Value, dtype_of, elementwise, reduction
+from mirror._src.jaxprs.row_fills import Value, dtype_of, elementwise, limits, reduction
 
 Rule = Callable[[JaxprEqn, list[Rows], Place], Rows]
 
@@ -347,6 +347,11 @@ def _gather(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     result = result.moved(
         lambda row: (places[row] if row in places else row.at(place.get(row.axis, row.axis)),)
     )
+    fill = eqn.params["fill_value"]
+    # Of padding, too, an index may be outside. JAX's default, NaN or a limit, is a mistake then.
+    if fill is not None and fill == fill and fill not in limits(dtype_of(eqn.invars[0])):
+        kept = frozenset(x for x in result.fills if x[1] == fill)
+        result, array = result._replace(fills=kept), array._replace(constant=None)
     return join([result, moved])._replace(fills=result.fills, constant=array.constant)
 
 
