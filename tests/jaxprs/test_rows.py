@@ -240,6 +240,13 @@ ACROSS = {
         X,
         LABELS,
     ),
+    "sums that wrap": (
+        lambda m, y: (
+            y
+            - jnp.tile(jnp.where(m, y, 1)[:, None].astype("uint8"), 256).sum(1, dtype="uint8").min()
+        ),
+        LABELS,
+    ),
     "sums so far": (lambda m, x: x.sum(-1) - jnp.cumsum(m[:, None] * x, 0).sum(), X),
     "sums of neighbors": (
         lambda m, x: (

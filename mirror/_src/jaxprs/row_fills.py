@@ -134,7 +134,7 @@ def reduction(eqn: JaxprEqn, value: Value, count: int) -> Value:
     if not isinstance(value, float):
         return None
     if name == "reduce_sum":
-        return _number(value * count)
+        return _cast(_number(value * count), eqn)
     if name == "reduce_prod":
         return _number(math.prod([value] * count)) if value in (0, 1) else None
     return value if name in ("reduce_max", "reduce_min", "reduce_and", "reduce_or") else None
