@@ -152,6 +152,11 @@ EXCLUDED = {  # padding does not enter
     "dot": (lambda m, x: x.sum(-1) - summed(m.astype(x.dtype) @ x).sum() / summed(m.sum()), X),
     "mean": (lambda m, x: x.sum(-1) - jnp.mean(x, where=m[:, None]), X),
     "mean of products": (lambda m, x: x.sum(-1) - jnp.mean(m[:, None] * x) / m.mean(), X),
+    "negative mean of products": (
+        lambda m, x: x.sum(-1) - (-(m[:, None] * x).sum() / x.size) / (m.sum() / len(m)),
+        X,
+    ),
+    "mean of a square": (lambda m, x: x.sum(-1) - (m[:, None] * x)[:, :6].sum(0).mean(), X),
     "mean of features": (lambda m, x: x.sum(-1) - (m[:, None] * x).sum(0).mean(), X),
     "gather": (
         lambda m, x: jnp.where(everywhere(m), x @ everywhere(x).T, -1e9).max(-1),
@@ -298,6 +303,23 @@ ACROSS = {
     "mean with zeros": (lambda m, x: x.sum(-1) - jnp.where(m[:, None], x, 0).mean(), X),
     "variance with zeros": (lambda m, x: x.sum(-1) - (m[:, None] * x).var(0).sum(), X),
     "number of rows": (lambda m, x: x.sum(-1) - ((m[:, None] * x).sum(0) / len(x)).sum(), X),
+    **{
+        f"mean by the number of rows, {name}": (
+            lambda m, x, mean=mean: x.sum(-1) - mean(m, m[:, None] * x),
+            X,
+        )
+        for name, mean in {
+            "negative": lambda m, x: -x.sum() / x.size,
+            "after sums": lambda m, x: x.sum(0).sum() / x.size,
+            "after means": lambda m, x: x.sum(0).mean() / len(x),
+            "halved": lambda m, x: 0.5 * x.sum() / x.size,
+            "by an array": lambda m, x: x.sum() / jnp.full((), float(x.size)),
+            "accuracy": lambda m, x: (m * (x[:, 0] > 0)).sum() / len(x),
+            "of two sums": lambda m, x: (x.sum() + (x**2).sum()) / x.size,
+            "with a penalty": lambda m, x: (1.0 + x.sum()) / x.size,
+            "of all replicas": lambda m, x: -jax.lax.psum(x.sum(), AXIS) / (REPLICAS * x.size),
+        }.items()
+    },
     "number of all rows": (
         lambda m, x: x.sum(-1) - (summed((m[:, None] * x).sum(0)) / (REPLICAS * ROWS)).sum(),
         X,

@@ -86,6 +86,7 @@ class Rows(NamedTuple):
         is_mask: Whether it is computed from the mask and constants only.
         is_index: Whether it is computed from an index of rows and constants only.
         num_summed: Number of entries, with padding, that were summed over rows; 0 if unknown.
+        factor: Product of the constants by which their sum was multiplied.
     """
 
     axes: Axes = NO_AXES
@@ -99,6 +100,7 @@ class Rows(NamedTuple):
     is_mask: bool = False
     is_index: bool = False
     num_summed: int = 0
+    factor: float = 1.0
 
     def moved(self, move: Callable[[RowAxis], Iterable[RowAxis]]) -> "Rows":
         """Returns the value with its axes moved; an axis may be split, or vanish."""

@@ -6,7 +6,16 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
 
-from mirror._src.jaxprs.primitives import ELEMENTWISE, KEY, REDUCTION, SAMPLER, SCATTER
+from mirror._src.jaxprs.primitives import (
+    ADDITION,
+    CASTING,
+    ELEMENTWISE,
+    KEY,
+    LINEAR,
+    REDUCTION,
+    SAMPLER,
+    SCATTER,
+)
 from mirror._src.jaxprs.row_facts import (
     NO_AXES,
     NO_FILLS,
@@ -39,6 +48,7 @@ def _elementwise(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
             joined = joined._replace(means=joined.means | {line})
     if name in ("mul", "div"):
         joined = _scaled(eqn, operands, joined, line)
+    joined = _still_summed(eqn, operands, joined)
     if name not in _KEEPS_INDEX or (name == "add" and not _adds_size(eqn)):
         joined = joined._replace(is_index=False)
     return joined
@@ -50,14 +60,27 @@ def _scaled(eqn: JaxprEqn, operands: list[Rows], joined: Rows, line: Place) -> R
     is_quotient = eqn.primitive.name == "div"
     if is_quotient and x.diluted and y.diluted:
         return joined._replace(diluted=NO_LINES)  # as in (x * mask).mean() / mask.mean()
-    for rows, atom in ((x, eqn.invars[1]), (y, eqn.invars[0])):
-        if not rows.num_summed or not isinstance(atom, Literal) or (is_quotient and rows is y):
+    for rows, number in ((x, y.constant), (y, x.constant)):
+        if not rows.num_summed or not isinstance(number, float) or (is_quotient and rows is y):
             continue
-        factor = 1 / atom.val if is_quotient and atom.val else atom.val
-        if abs(factor * rows.num_summed - 1) < 1e-3:
+        factor = 1 / number if is_quotient and number else number
+        weights = (factor * rows.num_summed, factor * rows.factor * rows.num_summed)
+        if any(
+            abs(abs(weight) - 1) < 1e-3 for weight in weights
+        ):  # also as in 0.5 * x.sum() / len(x)
             place = line._replace(counts_padding=True)
             return joined._replace(diluted=joined.diluted | {place})
+        return joined._replace(num_summed=rows.num_summed, factor=rows.factor * factor)
     return joined
+
+
+def _still_summed(eqn: JaxprEqn, operands: list[Rows], joined: Rows) -> Rows:
+    """Returns a value that is a sum over examples like its operands."""
+    sums = {(x.num_summed, x.factor) for x in operands if x.num_summed}
+    if eqn.primitive.name not in ADDITION | CASTING | LINEAR or len(sums) != 1:
+        return joined
+    ((num_summed, factor),) = sums
+    return joined._replace(num_summed=num_summed, factor=factor)
 
 
 def _adds_size(eqn: JaxprEqn) -> bool:
@@ -77,12 +100,15 @@ def reduced(operand: Rows, axes: Iterable[int], line: Place, excludes: Excludes)
 
 def _reduction(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     name, axes, joined = eqn.primitive.name, eqn.params["axes"], join(operands)
-    is_sum = name == "reduce_sum" and any(row.axis in axes for row in joined.axes)
+    is_over_rows = any(row.axis in axes for row in joined.axes)
+    is_sum = name == "reduce_sum" and (is_over_rows or operands[0].num_summed > 0)
     count = math.prod(_shape(eqn.invars[0])[axis] for axis in axes)
     result = reduced(joined, axes, line, neutral(name, dtype_of(eqn.invars[0])))
     result = result.filled(lambda axis: reduction(eqn, result.value(axis), count))
     constant = reduction(eqn, joined.constant, count)
-    return result._replace(is_index=False, constant=constant, num_summed=count if is_sum else 0)
+    num_summed = count * max(operands[0].num_summed, 1) if is_sum else 0
+    factor = operands[0].factor if is_sum else 1.0
+    return result._replace(is_index=False, constant=constant, num_summed=num_summed, factor=factor)
 
 
 def _along(*names: str) -> Rule:
