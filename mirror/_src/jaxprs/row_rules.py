@@ -376,8 +376,8 @@ def _gather(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     fill = eqn.params["fill_value"]
     # Of padding, too, an index may be outside. JAX's default, NaN or a limit, is a mistake then.
     if fill is not None and fill == fill and fill not in limits(dtype_of(eqn.invars[0])):
-        kept = frozenset(x for x in result.fills if x[1] == fill)
-        result, array = result._replace(fills=kept), array._replace(constant=None)
+        inside = frozenset(x for x in result.fills if x[1] == fill)
+        result, array = result._replace(fills=inside), array._replace(constant=None)
     return join([result, moved])._replace(fills=result.fills, constant=array.constant)
 
 
