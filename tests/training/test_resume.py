@@ -509,6 +509,49 @@ def test_resume_detects_other_data(tmp_path):
         fit(trainer, 4, data=list(shuffled())[:5])
 
 
+def far(model, batch):
+    return loss_fn(model, batch)[0], {"far": model(batch["x"]) > batch["y"]}
+
+
+def weighted(model, batch):
+    losses, metrics = loss_fn(model, batch)
+    return losses, {"close": mirror.Weighted(metrics["close"] * 1.0, losses * 0 + 2)}
+
+
+def weighted_loss(model, batch):
+    losses, metrics = loss_fn(model, batch)
+    return mirror.Weighted(losses, losses * 0 + 2), metrics
+
+
+def only_loss(model, batch):
+    return loss_fn(model, batch)[0]
+
+
+OTHER_METRICS = {  # the loss function, other options, and which metrics the epoch lacks
+    "same": (loss_fn, {}, set()),
+    "removed": (only_loss, {}, {"close"}),
+    "renamed": (far, {}, {"close", "far"}),
+    "weighted": (weighted, {}, {"close"}),
+    "weighted loss": (weighted_loss, {}, {"loss"}),
+    "loss scale": (loss_fn, {"loss_scale": mirror.LossScale()}, {"loss_scale", "skipped"}),
+}
+
+
+def test_metric_of_a_part_of_the_epoch_is_nan(subtests, tmp_path):
+    """Other metrics after a restore within an epoch: no sum of a part is a mean of the epoch."""
+    with pytest.raises(LookupError):
+        fit(new_trainer(), 2, Crash(STEPS + 5, tmp_path))
+    for name, (loss, options, lacking) in OTHER_METRICS.items():
+        with subtests.test(msg=name):
+            with cpu_strategy(2).scope():
+                model, tx = MLP(nnx.Rngs(0)), optax.adam(1e-2)
+                trainer = mirror.Trainer(model, tx, loss, require_equal=False, **options)
+            trainer.restore(tmp_path)
+            history = fit(trainer, 3)
+            assert {key for key, column in history.items() if np.isnan(column[1])} == lacking
+            assert not np.isnan([history[key][2] for key in history.keys() - {"close"}]).any()
+
+
 # Processes of their own: SIGTERM, kill -9, a full disk
 
 LONG = 16  # epochs

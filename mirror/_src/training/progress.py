@@ -94,16 +94,30 @@ class MetricAccumulator:
             step, sums, _ = self._pending[0]
             totals, count, weights, _ = _read(sums)
             self._pending.popleft()  # not if it failed
-            _add(self.totals, totals)
+            unequal = self._unequal(totals, weights)
+            _add(self.totals, totals | unequal)
             _add(self.weights, weights)
             self.count += count
             empty = frozenset(name for name in weights if not totals[name] and not weights[name])
             collected.append(StepMetrics(step, means(totals, count, weights), empty))
         return collected
 
+    def _unequal(self, totals: dict[str, float], weights: dict[str, float]) -> dict[str, float]:
+        """Returns NaN for metrics that a part of the examples lacks, or weights differently.
+
+        A training that is restored within an epoch may have other metrics than before.
+        """
+        if not self.count:
+            return {}
+        names = (totals.keys() ^ self.totals.keys()) | (weights.keys() ^ self.weights.keys())
+        return dict.fromkeys(names, math.nan)
+
     @property
     def means(self) -> dict[str, float]:
-        """The means over all examples collected so far."""
+        """The means over all examples collected so far.
+
+        NaN for a metric that was not computed, in the same way, for all of them.
+        """
         return means(self.totals, self.count, self.weights)
 
     def to_dict(self) -> dict[str, Any]:
