@@ -1,5 +1,6 @@
 """A worker's part of a step, with servers in the same process."""
 
+import asyncio
 import pickle
 import sys
 
@@ -89,6 +90,14 @@ def raise_odd_error():
     raise OddError("x", value=3)
 
 
+def raise_(error):
+    raise error
+
+
+def interrupted_group():
+    return BaseExceptionGroup("g", [KeyboardInterrupt()])
+
+
 FAILURES = {
     "file": ((open, "/nonexistent/file"), FileNotFoundError, "/nonexistent/file"),
     "text": ((bytes.decode, b"\xff"), UnicodeDecodeError, "can't decode byte 0xff"),
@@ -96,6 +105,9 @@ FAILURES = {
     "end": ((next, iter(())), StopIteration, ""),
     "own": ((raise_odd_error,), OddError, "x is 3"),
     "exit": ((sys.exit, 3), RuntimeError, "SystemExit: 3"),
+    "canceled": ((raise_, asyncio.CancelledError("c")), RuntimeError, "CancelledError: c"),
+    "generator": ((raise_, GeneratorExit("g")), RuntimeError, "GeneratorExit: g"),
+    "group": ((raise_, interrupted_group()), RuntimeError, "BaseExceptionGroup: g"),
 }
 
 

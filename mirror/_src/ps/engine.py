@@ -244,7 +244,8 @@ def _errors_of(index: int) -> Iterator[None]:
     try:
         yield
     except exceptions.RayTaskError as error:
-        raise (error.cause if isinstance(error.cause, BaseException) else error) from error
+        # Others, such as a CancelledError, would end the coroutine that waits.
+        raise (error.cause if isinstance(error.cause, Exception) else error) from error
     except exceptions.RayActorError as error:
         is_forever = isinstance(error, exceptions.ActorDiedError)
         reason = str(error).partition("\n")[0]

@@ -27,7 +27,6 @@ from mirror._src.strategy.mirrored import MirroredStrategy
 
 _MAX_EXPORTS = 256
 _MAX_PROGRAMS = 16
-_ENDS = (SystemExit, KeyboardInterrupt)  # of the function; they would end the process of a worker
 
 
 @final
@@ -72,7 +71,7 @@ class Worker:
                 self._dumps(value)  # an error of this function, not of Ray
             except NotExportedError as error:
                 return error
-            except (Exception, *_ENDS) as error:
+            except BaseException as error:
                 return self._raised(error)
             return Result(value)
 
@@ -83,7 +82,7 @@ class Worker:
                 return self._part(assignment, work, arguments)
             except (LostError, NotExportedError) as error:
                 return error
-            except (Exception, *_ENDS) as error:
+            except BaseException as error:
                 return self._raised(error)
 
     def load(self, export: Export) -> Any:
@@ -160,7 +159,7 @@ class Worker:
     def _raised(self, error: BaseException) -> Raised:
         text = f"{type(error).__name__}: {error}"
         lines = "".join(traceback.format_exception(error))
-        if isinstance(error, _ENDS):  # they would end the main program too
+        if not isinstance(error, Exception):  # such as SystemExit: would end the driver too
             return Raised(None, text, lines)
         # The constructor of many errors does not take `args`, which pickle passes to it; others
         # keep in themselves what they print.
@@ -171,7 +170,7 @@ class Worker:
                 loaded = self._loads(pickled)
                 if form is error and str(loaded) != str(error):
                     continue
-            except Exception:
+            except BaseException:
                 continue
             return Raised(pickled, text, lines)
         return Raised(None, text, lines)
