@@ -1891,10 +1891,9 @@ _OF_PARAMETER_SERVERS = (
     ),
     Fault(
         "loaded values that share the memory of the snapshot",
-        f"{_PS}/messages.py",
-        "            np.concatenate([values[part.leaf].reshape(-1) for part in group])\n",
-        "            values[group[0].leaf].reshape(-1) if len(group) == 1 else "
-        "np.concatenate([values[part.leaf].reshape(-1) for part in group])\n",
+        f"{_PS}/store.py",
+        "jax.numpy.array(buffer) for buffer in trained.pack_np(values)",
+        "jax.numpy.asarray(buffer) for buffer in trained.pack_np(values)",
         ("tests/ps/test_store.py",),
         likely="may_change_later",
     ),

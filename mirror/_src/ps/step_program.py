@@ -1,5 +1,6 @@
 """`StepProgram`: a training step on a worker, from the buffers of the servers to theirs."""
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, final
 
@@ -262,7 +263,7 @@ class StepProgram:
     def compile(self, batch: Batch) -> None:
         """Runs the step once with values that do not matter."""
         zeros = [
-            layout.pack_np({s.leaf: np.zeros(s.shape, np.dtype(s.dtype)) for s in layout.slices})
+            tuple(np.zeros_like(b) for b in layout.pack_np(_zeros(layout)))
             for layout in self._trained
         ]
         self._run(batch, zeros, {}, {}, 0)
@@ -287,16 +288,19 @@ class StepProgram:
                 reduces over the replicas of one part alone.
         """
         moving = self._placement.join(
-            [m.unpack(p.moving) for m, p in zip(self._moving, pulled, strict=True)]
+            [m.unpack_np(p.moving) for m, p in zip(self._moving, pulled, strict=True)]
         )
         table_rows = self._placement.join([p.rows for p in pulled])
         value, packed, outside = self._run(
             batch, [p.trained for p in pulled], table_rows, moving, ordinal
         )
         self._tables.require_inside({name: np.asarray(x) for name, x in outside.items()})
-        gradients = [tuple(map(np.asarray, buffers)) for buffers in packed]
-        touched = {name: np.asarray(self._optimizer.pushed(name)) for name in self._tables.names}
-        rows_of_tables = self._tables.pushed(batch.ids, touched)
+        pushed = functools.cache(lambda name: np.asarray(self._optimizer.pushed(name)))
+        gradients = [
+            layout.add_alone([*map(np.asarray, shared)], pushed)
+            for layout, shared in zip(self._trained, packed, strict=True)
+        ]
+        rows_of_tables = self._tables.pushed(batch.ids, {n: pushed(n) for n in self._tables.names})
         new = self._read(moving)
         changes = self._placement.split({name: new[name] - moving[name] for name in moving})
         packed_changes = [m.pack_np(c) for m, c in zip(self._moving, changes, strict=True)]
@@ -405,7 +409,9 @@ class StepProgram:
             # The step does not return unchanged variables, so that XLA does not copy them.
             nnx.update(model, nnx.from_flat_state(kept))
             packed = [
-                layout.pack({s.leaf: rows(optimizer.pushed(s.leaf), s) for s in layout.slices})
+                layout.pack_shared(
+                    {s.leaf: rows(optimizer.pushed(s.leaf), s) for s in layout.slices}
+                )
                 for layout in layouts
             ]
             return value, packed, {name: optimizer.outside[name][...] for name in table_rows}
@@ -450,6 +456,10 @@ def _folded(key: Any, ordinal: int, part: int) -> Any:
     for _ in range(key.ndim):
         fold = jax.vmap(fold, (0, None))
     return fold(fold(key, ordinal), part)
+
+
+def _zeros(layout: BufferLayout) -> dict[str, np.ndarray]:
+    return {s.leaf: np.zeros(s.shape, np.dtype(s.dtype)) for s in layout.slices}
 
 
 def _shapes(batch: Batch) -> Any:

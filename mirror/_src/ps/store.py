@@ -186,9 +186,11 @@ class Store:
                     self._update = update_function(definition, trained, tables)
             state = None if held is None else held.state
             self._state = _initial_state(definition, values, snapshot.state, state)
-            self._values = tuple(map(jax.numpy.asarray, trained.pack_np(values)))
+            self._values = tuple(jax.numpy.array(buffer) for buffer in trained.pack_np(values))
             self._tables = {name: jax.numpy.array(values[name]) for name in tables}
-        self._moving = moving.pack_np(values)
+        self._moving = moving.pack_np(
+            {part.leaf: np.array(values[part.leaf]) for part in moving.slices}
+        )
         self._definition, self._incarnation = definition, incarnation
         self._trained_layout, self._moving_layout, self._table_slices = trained, moving, tables
         self._version = snapshot.version
@@ -287,8 +289,8 @@ class Store:
         assert self._definition is not None
         held = self._definition.first_rows
         values: dict[str, Any] = {
-            **self._trained_layout.unpack([*map(np.asarray, self._values)]),
-            **self._moving_layout.unpack(self._moving),
+            **self._trained_layout.unpack_np([*map(np.asarray, self._values)]),
+            **self._moving_layout.unpack_np(self._moving),
             **self._tables,
         }
         leaves = jax.tree_util.tree_leaves_with_path(self._state)
