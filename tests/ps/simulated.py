@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+import pytest
+
 from mirror._src.ps.driver import Driver, Task
 from mirror._src.ps.handles import CancelledError
 from mirror._src.ps.messages import Assignment, LostError
@@ -195,7 +197,8 @@ class Cluster:
         """Lets the driver run until all of it waits for answers."""
         self.loop.run_until_complete(self._until_all_wait())
         if self.serving.done():
-            assert self.serving.cancelled(), self.driver.ended
+            with pytest.raises(asyncio.CancelledError):
+                self.serving.result()
             return
         assert self.driver.ended is None, self.driver.ended
         self._check_nobody_waits()
