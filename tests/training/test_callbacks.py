@@ -451,6 +451,16 @@ def test_early_stopping_does_not_depend_on_the_number_of_replicas():
     assert 3 < ends.pop()[0] < 30
 
 
+def test_early_stopping_does_not_compare_with_the_best_of_another_mode(tmp_path):
+    others = [Says(3, 2, 4), callbacks.EarlyStopping(patience=3)]
+    with pytest.raises(LookupError):
+        fit(new_trainer(), 9, callbacks.Checkpoint(tmp_path), *others, Stops(2))
+    trainer = new_trainer()
+    trainer.restore(tmp_path)
+    with pytest.raises(ValueError, match=r"mode='max' has another best value.*initial_epoch"):
+        fit(trainer, 9, Says(3, 2, 4), callbacks.EarlyStopping(mode="max"), anew=False)
+
+
 @pytest.mark.parametrize("rows", mostly_slow(range(1, 5), 3))
 def test_early_stopping_survives_a_restore(subtests, tmp_path_factory, rows):
     for at in rows:

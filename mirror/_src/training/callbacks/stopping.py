@@ -54,7 +54,7 @@ class EarlyStopping(Callback):
             raise ValueError(expected("min_delta", min_delta, "non-negative"))
         self._monitor = Monitor("EarlyStopping", monitor)
         self._patience, self._min_delta = patience, min_delta
-        self._sign = 1.0 if mode == "min" else -1.0
+        self._mode, self._sign = mode, 1.0 if mode == "min" else -1.0
         self._reset()
 
     def _reset(self) -> None:
@@ -95,10 +95,17 @@ class EarlyStopping(Callback):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the best value, and the number of epochs since then."""
-        return {"best": self.best, "best_epoch": self.best_epoch, "waited": self._waited}
+        best = {"best": self.best, "best_epoch": self.best_epoch, "waited": self._waited}
+        return {**best, "mode": self._mode}
 
     def from_dict(self, state: dict[str, Any]) -> None:
-        """Restores the best value, and the number of epochs since then."""
+        """Restores the best value, and the number of epochs since then.
+
+        Raises:
+            ValueError: If it is the best value of the other mode.
+        """
+        if state.get("mode", self._mode) != self._mode:
+            raise ValueError(f"mode={self._mode!r} has another best value")
         self.best, self.best_epoch = state["best"], state["best_epoch"]
         self._waited = state["waited"]
 
