@@ -527,13 +527,13 @@ def only_loss(model, batch):
     return loss_fn(model, batch)[0]
 
 
-OTHER_METRICS = {  # the loss function, other options, and which metrics the epoch lacks
+OTHER_METRICS = {  # the loss function, makers of other options, and which metrics the epoch lacks
     "same": (loss_fn, {}, set()),
     "removed": (only_loss, {}, {"close"}),
     "renamed": (far, {}, {"close", "far"}),
     "weighted": (weighted, {}, {"close"}),
     "weighted loss": (weighted_loss, {}, {"loss"}),
-    "loss scale": (loss_fn, {"loss_scale": mirror.LossScale()}, {"loss_scale", "skipped"}),
+    "loss scale": (loss_fn, {"loss_scale": mirror.LossScale}, {"loss_scale", "skipped"}),
 }
 
 
@@ -545,7 +545,8 @@ def test_metric_of_a_part_of_the_epoch_is_nan(subtests, tmp_path):
         with subtests.test(msg=name):
             with cpu_strategy(2).scope():
                 model, tx = MLP(nnx.Rngs(0)), optax.adam(1e-2)
-                trainer = mirror.Trainer(model, tx, loss, require_equal=False, **options)
+                others = {option: make() for option, make in options.items()}
+                trainer = mirror.Trainer(model, tx, loss, require_equal=False, **others)
             trainer.restore(tmp_path)
             history = fit(trainer, 3)
             assert {key for key, column in history.items() if np.isnan(column[1])} == lacking
