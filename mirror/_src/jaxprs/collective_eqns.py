@@ -32,8 +32,12 @@ def reduce_locally(primitive: str, value: Array, axes: tuple[int, ...]) -> Array
     result = _LOCAL[op_of(primitive)](value, axes)
     if primitive == "psum" or not jnp.issubdtype(value.dtype, jnp.inexact):
         return result
-    nan = jnp.asarray(jnp.nan, value.dtype)
-    return jnp.where(jnp.isnan(value).any(axes), nan, positive_zero(result))
+    return with_nan(result, jnp.isnan(value).any(axes))
+
+
+def with_nan(value: Array, is_nan: Array) -> Array:
+    """Returns NaN where it says so, and 0.0 instead of -0.0 elsewhere."""
+    return jnp.where(is_nan, jnp.asarray(jnp.nan, value.dtype), positive_zero(value))
 
 
 def positive_zero(value: Array) -> Array:

@@ -64,10 +64,9 @@ def _scaled(eqn: JaxprEqn, operands: list[Rows], joined: Rows, line: Place) -> R
         if not rows.num_summed or not isinstance(number, float) or (is_quotient and rows is y):
             continue
         factor = 1 / number if is_quotient and number else number
-        weights = (factor * rows.num_summed, factor * rows.factor * rows.num_summed)
-        if any(
-            abs(abs(weight) - 1) < 1e-3 for weight in weights
-        ):  # also as in 0.5 * x.sum() / len(x)
+        weight = abs(factor * rows.num_summed)
+        if abs(weight - 1) < 1e-3 or abs(weight * abs(rows.factor) - 1) < 1e-3:
+            # Alone, as in 0.5 * x.sum() / len(x), or with the factors before.
             place = line._replace(counts_padding=True)
             return joined._replace(diluted=joined.diluted | {place})
         return joined._replace(num_summed=rows.num_summed, factor=rows.factor * factor)

@@ -29,6 +29,7 @@ from mirror._src.jaxprs.collective_eqns import (
     names_axis,
     positive_zero,
     reduce_locally,
+    with_nan,
 )
 from mirror._src.jaxprs.user_lines import user_line
 from mirror._src.passes.evaluate import Rule, Rules
@@ -58,8 +59,7 @@ def reduce_extreme(
         return reduce(value, axis)
     any_nan = jnp.isnan(value).astype(jnp.uint8)
     is_nan = jax.lax.pmax(any_nan, axis, axis_index_groups=groups) > 0
-    extreme = jnp.where(is_nan, jnp.asarray(jnp.nan, value.dtype), reduce(value, axis))
-    return positive_zero(extreme)
+    return with_nan(reduce(value, axis), is_nan)
 
 
 def canonical(value: Array) -> Array:
@@ -68,7 +68,7 @@ def canonical(value: Array) -> Array:
         return jax.lax.complex(canonical(value.real), canonical(value.imag))
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return value
-    return jnp.where(jnp.isnan(value), jnp.asarray(jnp.nan, value.dtype), positive_zero(value))
+    return with_nan(value, jnp.isnan(value))
 
 
 class Formulas:
