@@ -531,3 +531,11 @@ def test_pass_starts_at_the_first_request(two):
     source.set_epoch(2)
     third = iter(source)
     assert [np.ravel(list(p)).tolist() for p in (first, second, third)] == orders
+
+
+def test_batches_of_a_launch_that_is_split_keep_their_examples(two):
+    data = [np.ones((size, 2), np.float32) for size in (4, 3, 4, 1)]
+    (group,) = two.distribute_dataset(data, remainder="pad").padded(group=4)
+    for count, examples in (1, 4), (2, 7), (3, 11):
+        head, rest = group.split(count)
+        assert (head.num_examples, rest.num_examples) == (examples, 12 - examples)

@@ -282,3 +282,14 @@ def test_calls_that_donate_other_arguments_are_other_programs(two):
         before = x, y
         x, y = two.run(step, before, donate_argnums=argnums)
         assert [array.is_deleted() for array in before] == [0 in argnums, 1 in argnums]
+
+
+def test_programs_of_many_shapes_are_forgotten(two, monkeypatch):
+    inside.limit_programs(monkeypatch, 3)
+    step = lambda x: x + 1  # noqa: E731
+    kept = []
+    for size in range(1, 13):
+        two.run(step, (np.ones(size, np.float32),))
+        kept.append(len(inside.programs(two)))
+    assert max(kept) <= 8  # each has two keys
+    assert two.run(step, (np.ones(1, np.float32),)).tolist() == [2.0]

@@ -441,6 +441,24 @@ def test_report_names_the_reason_for_unsharded_state():
     assert any("cond" in row.why.split() for row in report.sharding)
 
 
+def test_state_whose_new_value_is_read_whole_is_not_sharded():
+    """Its slices would be gathered again at once."""
+    strategy = cpu_strategy(4, shard="optimizer")
+
+    def step(state, x):
+        w, mean, preconditioned = state
+        mean = 0.9 * mean + jax.lax.pmean(x, mirror.REPLICA_AXIS)
+        preconditioned = 0.9 * preconditioned + mean @ mean
+        return w - preconditioned, mean, preconditioned
+
+    with strategy.scope():
+        state = tuple(jnp.ones((8, 8)) for _ in range(3))
+    batch = mirror.PerReplica.from_stacked(np.ones((4, 8, 8), np.float32))
+    _, mean, preconditioned = strategy.inspect(step, (state, batch)).sharding
+    assert (mean.state, preconditioned.state) == ("mirrored", "sharded")
+    assert_message(mean.why, names=["read whole", "test_shard.py"])
+
+
 @pytest.mark.slow
 def test_memory_reports_count_shards(capsys):
     options = ["estimate-memory", "mlp", "--devices", "4", "--batch-size", "32", "--json"]

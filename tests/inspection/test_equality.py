@@ -361,6 +361,19 @@ def test_steps_that_differ_are_named_once(name, two):
         assert ("axis_name" in message) == ("norm" in kwargs)
 
 
+def test_step_with_as_many_rows_as_replicas_is_traced_once(two):
+    """The first 2 counts rows, the second one replicas."""
+    traces = []
+
+    def step(w, x):
+        traces.append(w)
+        return w - jax.lax.psum(x.sum(0) / 2, mirror.REPLICA_AXIS) / 2
+
+    batch = mirror.PerReplica.from_stacked(np.ones((2, 2, 3), np.float32))
+    assert not said(two, step, (jnp.ones(3), batch))
+    assert len(traces) == 1
+
+
 def test_steps_with_random_numbers_that_differ_otherwise(two):
     for loss, reduce, kwargs, count in [
         (average, lambda g: mean(clipped(g)), NOISY, 1),

@@ -19,6 +19,7 @@ from tests.support.conformance import (
     N,
     Regularized,
     assert_agree,
+    by_pmap,
     linen_step,
     nnx_step,
     result_of,
@@ -33,6 +34,7 @@ CANNOT = {
 }
 # Steps that may differ with two replicas on each of two devices.
 ON_TWO = ("reductions", "collectives by hand", "closures", "edges", "containers")
+WITHOUT_CONTEXT = ("part of a ring", "groups", "inside calls", "loops", "closures", "rounds")
 # Steps that compile for a second or less on all executors.
 QUICK = ("shapes of moves", "part of a ring", "groups", "keys", "rounds", "containers")
 
@@ -54,6 +56,16 @@ def test_executors_agree(subtests, name):
     for unable in CANNOT.get(name, ()):
         with subtests.test(msg=unable), pytest.raises(Exception, match=r"\S"):
             result_of(unable, step, args())
+
+
+@pytest.mark.parametrize("name", WITHOUT_CONTEXT)
+def test_pmap_agrees_with_jax_alone(name):
+    """Which does not share the interpreter of the executors."""
+    step, args = STEPS[name]
+    _, results = result_of("pmap", step, args())
+    for (_, _, values), wanted in zip(results, by_pmap(step, args()), strict=True):
+        values = np.broadcast_to(values, wanted.shape)
+        np.testing.assert_allclose(values, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_executors_agree_bitwise_on_extremes():

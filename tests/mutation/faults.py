@@ -185,8 +185,8 @@ _OF_PROGRAMS = (
         "mirror/_src/passes/shard.py",
         "return [reader for reader in readers if not self._reads_slices(reader, region)]",
         "return [reader for reader in readers if reader.has_effects]",
-        ("tests/laws/test_passes.py",),
-        likely="same_marks",
+        ("tests/engine/test_shard.py",),
+        likely="read_whole",
     ),
     Fault(
         "a norm of slices that is not summed",
@@ -279,8 +279,7 @@ _OF_PROGRAMS = (
         "scan.length, scan.reverse, scan.unroll)",
         "scan.length, False, scan.unroll)",
         ("tests/passes/test_evaluate.py", "tests/laws/test_conformance.py"),
-        likely="captured_arrays or executors_agree",
-        is_slow=True,
+        likely="jax_alone",
     ),
     Fault(
         "all-reduces of groups packed as if they spanned all replicas",
@@ -433,8 +432,8 @@ _OF_EXECUTORS = (
         "mirror/_src/passes/collective_rules.py",
         "for group in groups for index, replica in enumerate(group)}",
         "for group in groups for index, replica in enumerate(sorted(group))}",
-        ("tests/engine/test_collectives.py",),
-        is_slow=True,
+        ("tests/laws/test_conformance.py",),
+        likely="executors_agree and groups",
     ),
     Fault(
         "an error of a callback that is swallowed",
@@ -617,15 +616,6 @@ _OF_RUN = (
         likely="interrupt_is_raised",
     ),
     Fault(
-        "one buffer in two arrays",
-        f"{_RUN}/argument_placer.py",
-        "            taken |= addresses\n",
-        "",
-        ("tests/engine/test_repeated_calls.py",),
-        likely="one_buffer_in_two_arrays",
-        is_slow=True,
-    ),
-    Fault(
         "an integer of 64 bits that does not fit",
         f"{_RUN}/argument_placer.py",
         "require_fits(name, array)",
@@ -714,7 +704,7 @@ _OF_RUN = (
         f"{_RUN}/call.py",
         "            self.donate_argnums,",
         "            (),",
-        ("tests/passes/test_evaluate.py", "tests/engine/test_repeated_calls.py"),
+        ("tests/engine/test_runner.py",),
         likely="donat",
     ),
     Fault(
@@ -766,8 +756,8 @@ _OF_RUN = (
         f"{_RUN}/step.py",
         "if sum(sizes) > _MAX_PROGRAMS:",
         "if False:",
-        ("tests/chaos/test_leaks.py", "tests/engine/test_runner.py"),
-        is_slow=True,
+        ("tests/engine/test_runner.py",),
+        likely="many_shapes",
     ),
     Fault(
         "a captured model that becomes a constant",
@@ -1071,8 +1061,7 @@ _OF_DATA = (
         "num_left = self.num_examples - num_examples",
         "num_left = self.num_examples",
         ("tests/data/test_distribute.py", "tests/training/test_trainer.py"),
-        likely="split or steps_per_epoch or grouped",
-        is_slow=True,
+        likely="that_is_split",
     ),
     Fault(
         "examples that every pass skips",
@@ -1467,7 +1456,7 @@ _OF_TRAINING = (
         f"{_TRAINING}/agreed_stop.py",
         "return str(max(map(int, counts)))",
         "return str(min(map(int, counts)))",
-        ("tests/training/test_agreed_stop.py",),
+        ("tests/training/test_several_processes.py",),
         is_slow=True,
     ),
     Fault(
@@ -1890,14 +1879,6 @@ _OF_PARAMETER_SERVERS = (
         likely="weight",
     ),
     Fault(
-        "loaded values that share the memory of the snapshot",
-        f"{_PS}/store.py",
-        "jax.numpy.array(buffer) for buffer in trained.pack_np(values)",
-        "jax.numpy.asarray(buffer) for buffer in trained.pack_np(values)",
-        ("tests/ps/test_store.py",),
-        likely="may_change_later",
-    ),
-    Fault(
         "more slices than rows",
         f"{_PS}/placement.py",
         "min(int(number), most, num_rows)",
@@ -2024,12 +2005,12 @@ _OF_PARAMETER_SERVERS = (
         likely="merged_otherwise",
     ),
     Fault(
-        "no warning of a step that differs",
+        "a divisor that counts rows or replicas",
         "mirror/_src/jaxprs/relate_alone.py",
         "self.sizes[eqn.outvars[0]] = size, is_over_rows",
         "pass",
-        ("tests/jaxprs/test_relate.py", "tests/inspection/test_equality.py"),
-        likely="named_once",
+        ("tests/inspection/test_equality.py",),
+        likely="traced_once",
     ),
     Fault(
         "a gradient of a mean over features that is taken for one over rows",

@@ -14,7 +14,7 @@ from tests.support.strategies import executor
 
 N = 4
 RING = [(i, (i + 1) % N) for i in range(N)]
-HALVES = [[0, 2], [1, 3]]
+HALVES = [[2, 0], [1, 3]]  # not in order
 
 
 def rows(*shape, dtype=np.float32, seed=0):
@@ -220,6 +220,7 @@ def closures(x):
         "in": jax.lax.pmean(x * HELD, REPLICA_AXIS),
         "in a jit": inside(x),
         "in a loop": scanned,
+        "in a reversed loop": jax.lax.scan(lambda c, r: (c * HELD + r, c), x[0], x, reverse=True),
         "in a local loop": jax.lax.fori_loop(0, 2, lambda i, c: c * HELD + i, x),
         "itself": HELD,
         "numpy": HELD_NUMPY,
@@ -349,6 +350,15 @@ def result_of(name, step, args):
     with executor(name) as strategy:
         leaves, treedef = jax.tree.flatten(strategy.run(step, args), is_leaf=is_per_replica)
         return treedef, [on_host(leaf) for leaf in leaves]
+
+
+def by_pmap(step, args):
+    """Returns what JAX alone computes, on each replica, of a step without a context."""
+    axes = [0 if is_per_replica(arg) else None for arg in args]
+    stacked = [arg.stacked if is_per_replica(arg) else arg for arg in args]
+    devices = jax.devices("cpu")[:N]
+    mapped = jax.pmap(step, REPLICA_AXIS, in_axes=tuple(axes), devices=devices)
+    return list(map(np.asarray, jax.tree.leaves(mapped(*stacked))))
 
 
 def assert_agree(got, wanted, rtol=1e-6):

@@ -65,6 +65,7 @@ from mirror._src.engine import (
     runner,
     scopes,
 )
+from mirror._src.engine import step as engine_step
 from mirror._src.engine.nnx.structure import Structure
 from mirror._src.inspection import difference as inspection_difference
 from mirror._src.inspection import explanation as explain_report
@@ -413,6 +414,11 @@ def all_reduce_that(
         patch.setattr(choice, "all_reduce_fault", find)
         patch.setattr(choice, "unresponsive_devices", lambda devices: tuple(stuck))
         yield checked
+
+
+def limit_programs(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Lets a strategy keep few programs: hundreds would take a minute to compile."""
+    monkeypatch.setattr(engine_step, "_MAX_PROGRAMS", number)
 
 
 @contextmanager

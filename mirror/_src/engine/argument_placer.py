@@ -299,7 +299,6 @@ class ArgumentPlacer:
             if not taken.isdisjoint(addresses) or any(owner is not None for owner in owners):
                 leaves[i] = self._replicas.copy(leaves[i])
                 addresses = buffers_of(leaves[i])
-            taken |= addresses
             self._unshared.add(id(leaves[i]), leaves[i])
             for key in addresses:
                 self._owners.add(key, leaves[i])
