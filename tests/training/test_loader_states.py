@@ -132,6 +132,30 @@ def test_state_is_restored_on_another_number_of_replicas(tmp_path, monkeypatch):
     assert rows.read.total() == ROWS - 5 * SIZE
 
 
+def test_last_batch_is_padded_as_without_an_interrupt(tmp_path, monkeypatch):
+    """It is smaller; a padding of its own would split it otherwise, and change the bits."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(rows):
+        return grain.MapDataset.source(rows).shuffle(seed=3).batch(10)  # 10, 10, 10, 10, 8
+
+    class Shapes(Losses):
+        def on_step(self, fit):
+            shapes.append(fit.last_batch.mask.stacked.shape)
+            super().on_step(fit)
+
+    shapes: list[tuple[int, int]] = []
+    whole = new_trainer(3)
+    whole.fit(make(Rows()), progress=False, callbacks=Shapes())
+    with pytest.raises(InterruptedError):
+        new_trainer(3).fit(make(Rows()), progress=False, callbacks=Shapes(4))
+    again = new_trainer(3)
+    again.restore("ckpt")
+    again.fit(make(Rows()), progress=False, callbacks=Shapes())
+    assert shapes == [(3, 4)] * 10
+    assert all(map(np.array_equal, weights(again), weights(whole)))
+
+
 def test_interrupted_fit_continues_in_the_same_process():
     class Stops(callbacks.Callback):
         def on_step(self, fit):

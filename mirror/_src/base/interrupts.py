@@ -196,14 +196,27 @@ def immediate() -> Iterator[None]:
     """Context manager in which Ctrl-C raises at once: around calls of the user's code.
 
     SIGTERM raises half a second later. The signal stays pending, in case that this code drops the
-    exception.
+    exception. One that is deferred already does not raise: it would prevent a call that is due.
     """
     context = _own_context()
     if context is None:
         yield
         return
-    check()
     before, context.is_immediate = context.is_immediate, True
+    try:
+        yield
+    finally:
+        context.is_immediate = before
+
+
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """Context manager inside `immediate` in which Ctrl-C waits: around changes that end together."""
+    context = _own_context()
+    if context is None:
+        yield
+        return
+    before, context.is_immediate = context.is_immediate, False
     try:
         yield
     finally:

@@ -12,13 +12,14 @@ from mirror._src.base.naming import depth_of_user
 from mirror._src.base.types import PyTree
 from mirror._src.data.batches import HostBatch
 from mirror._src.data.foreign import taken
-from mirror._src.data.remainder import Remainder, grown, is_kept, mask_of, padded
+from mirror._src.data.remainder import Remainder, grown, is_kept, mask_of, padded, padded_size
 from mirror._src.data.same_batches import SameBatches
 from mirror._src.data.step_exchange import Form
 from mirror._src.devices.replicas import ReplicaDevices
 
 InputMode: TypeAlias = Literal["global", "local"]
 Inspect: TypeAlias = Callable[[int, PyTree], None]
+States: TypeAlias = Sequence[dict[str, Any] | None] | None
 T = TypeVar("T")
 
 
@@ -33,6 +34,7 @@ class Plan(NamedTuple):
         inspect: Called with the number and the tree of each batch that this process has read.
         group: Number of batches per launch.
         is_restored: Whether the pass begins after the examples to skip.
+        full: The padded size before these; 0 if it is unknown.
     """
 
     remainder: Remainder
@@ -42,6 +44,7 @@ class Plan(NamedTuple):
     inspect: Inspect | None = None
     group: int = 1
     is_restored: bool = False
+    full: int = 0
 
     @property
     def num_skipped(self) -> int:
@@ -69,7 +72,7 @@ class InputBatch(NamedTuple):
     batch: HostBatch
     num_examples: int
     full: int
-    states: Sequence[dict[str, Any] | None] | None
+    states: States
 
     def padded(self, full: int) -> HostBatch:
         """Returns the rows, padded to a number that is at least `full` of this batch."""
@@ -167,18 +170,19 @@ class GlobalInput(Input):
 @final
 class _GlobalPass(Pass):
     def steps(self, batches: Iterator[HostBatch], plan: Plan) -> Generator[InputBatch]:
-        full, left = 0, plan.num_skipped
+        divisor, left = self.num_replicas * plan.multiple, plan.num_skipped
+        full = plan.full and padded_size(plan.full, divisor)
         for batch in batches:
             is_empty = plan.skips_empty and not batch.size
             if not is_kept(batch, self.num_replicas, plan.remainder) or is_empty:
                 continue
-            full = grown(full, batch.size, self.num_replicas * plan.multiple)
+            full = grown(full, batch.size, divisor)
             skipped = min(left, batch.size)
             left -= skipped
             if not skipped or skipped < batch.size:
                 rest = plan.inspected(batch.without(skipped))
                 states = None if rest.state is None else [rest.state]
-                yield InputBatch(rest, rest.size, full, states)
+                yield InputBatch(rest, rest.size, full, with_full(states, full))
         require_none_left(plan.skip, left)
 
     def groups(
@@ -192,6 +196,11 @@ class _GlobalPass(Pass):
 
     def cancel(self) -> None:
         pass
+
+
+def with_full(states: States, full: int) -> States:
+    """Adds the padded size to states: batches of a pass that begins there have the same shapes."""
+    return states and [state and {**state, "full": full} for state in states]
 
 
 def require_none_left(skip: int, left: int) -> None:

@@ -28,8 +28,9 @@ from mirror._src.data.input import (
     T,
     require_none_left,
     warn_of_dropped,
+    with_full,
 )
-from mirror._src.data.remainder import grown, reject_keys
+from mirror._src.data.remainder import grown, padded_size, reject_keys
 from mirror._src.data.same_batches import checksum, name_dataset
 from mirror._src.data.source import shape_on_devices
 from mirror._src.data.step_exchange import Form, Step, StepExchange, close_at_exit
@@ -69,7 +70,8 @@ class _LocalPass(Pass):
         self.exchange.cancel()
 
     def steps(self, batches: Iterator[HostBatch], plan: Plan) -> Generator[InputBatch]:
-        per_replica, left, state = 0, plan.num_skipped, None
+        per_replica = plan.full and padded_size(plan.full, plan.multiple)
+        left, state = plan.num_skipped, None
         padding, n = _Padding(), self.num_replicas
         with contextlib.closing(self.exchange):
             while True:
@@ -85,7 +87,8 @@ class _LocalPass(Pass):
                 if left:
                     left -= self._skipped(left, step)
                     continue
-                yield InputBatch(rows, step.total, per_replica * n, step.states)
+                states = with_full(step.states, per_replica)
+                yield InputBatch(rows, step.total, per_replica * n, states)
             require_none_left(plan.skip, left)
 
     def _next(self, batches: Iterator[HostBatch], plan: Plan) -> HostBatch | None:

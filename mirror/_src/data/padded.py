@@ -116,7 +116,7 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
     ) -> Generator[PaddedBatch, None, None]:
         # Not in the generator, which the prefetch thread runs: a second `iter` must not skip.
         plan, self._plan = self._plan, self._plan._replace(skip=0)
-        plan = plan._replace(is_restored=source.is_restored)
+        plan = plan._replace(is_restored=source.is_restored, full=source.full)
         batches = host_batches(reading.batches, self._source.advice, source.state)
         return self._launches(reading.steps(batches, plan))
 

@@ -29,6 +29,7 @@ class StatefulPass:
         batches: The batches of the pass.
         is_restored: Whether it begins at the state.
         is_only: Whether the dataset has no other pass.
+        full: The padded size of the batches before the state, or 0.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class StatefulPass:
             self.is_restored = False
             _warn(f"{self._type} does not accept its state in the checkpoint: {error}")
             self.batches = iter(dataset)
+        self.full: int = saved.get("full", 0) if saved is not None and self.is_restored else 0
         of_iterator = getattr(self.batches, "get_state", None)
         self._get = of_iterator if loader is None else loader.state_dict
         self.is_only = self.batches is dataset

@@ -262,13 +262,13 @@ def whole_pass(
     batches = iter(data.padded(**options))
     with closing("closing the data", batches.close):
         while most is None or num_batches < most:
+            interrupts.check()
             with interrupts.immediate():
                 padded = next(batches, None)
             if padded is None:
                 break
             num_batches += 1
             yield padded
-            interrupts.check()
     if not num_batches:
         raise ValueError(NO_DATA)
 

@@ -1,6 +1,7 @@
 """`FitLoop`: one call of `fit`, which owns data, progress and callbacks."""
 
 import contextlib
+import copy
 import math
 import signal
 import threading
@@ -88,8 +89,8 @@ class FitLoop:
         ordered = sorted(callbacks, key=lambda c: (c.runs_last, not c.adds))
         is_chief = trainer.strategy.is_chief
         self._callbacks = [c for c in ordered if is_chief or not c.runs_on_chief_only]
-        self._collected: deque[StepMetrics] = deque()
         self._agreed_stop: AgreedStop | None = None
+        self._has_states = False
         self._batches: deque[tuple[int, PaddedBatch]] = deque()  # of launches not collected
         self._keeps_batches: bool | None = None
         self._warned: set[str] = set()
@@ -249,7 +250,9 @@ class FitLoop:
             raise
 
     def remember_callbacks(self) -> None:
-        """Stores the states of the callbacks in the position."""
+        """Stores the states of the callbacks in the position, unless it has earlier ones."""
+        if self._has_states:
+            return
         states = {name: callback.to_dict() for name, callback in self._named_callbacks()}
         self.position.callbacks = {name: state for name, state in states.items() if state}
 
@@ -265,10 +268,9 @@ class FitLoop:
 
     def _call(self, hook: str, *arguments: Any) -> None:
         """Calls a hook of all callbacks."""
-        if self._callbacks:
+        for callback in self._callbacks:
             with interrupts.immediate():
-                for callback in self._callbacks:
-                    getattr(callback, hook)(self, *arguments)
+                getattr(callback, hook)(self, *arguments)
 
     def _begin_epoch(self) -> None:
         """Calls `on_epoch_begin` of the callbacks."""
@@ -282,8 +284,11 @@ class FitLoop:
         Ends early if all processes stop before the next launch.
         """
         position, limit = self.position, self._limit
+        if limit is None and position.epoch_step and not position.samples:
+            return  # the pass has ended, and the end of the epoch was interrupted
         while limit is None or position.epoch_step < limit:
             most = None if limit is None else limit - position.epoch_step
+            interrupts.check()
             with interrupts.immediate():
                 batch = self._stream.next_batch(position.passes, most)
             if batch is not None:
@@ -317,17 +322,17 @@ class FitLoop:
         Args:
             running: Number of last launches not to wait for.
         """
-        self._collected += self.position.meter.collect(running=running)
-        while self._collected:  # a callback may call this method
-            step, logs, empty = self._collected.popleft()
-            self.empty = empty
-            self._call("on_metrics", step, logs)
-            self._warn_of_nan(step, logs[LOSS])
-            while self._batches and self._batches[0][0] <= step:
-                self._batches.popleft()
-            if message := stuck(self.trainer.loss_scale, logs, step):
-                message += " Training continues; mirror.callbacks.NaNGuard() would stop it here."
-                self._warn_once("skips", message)
+        self.position.meter.collect(running=running, then=self._report)
+
+    def _report(self, metrics: StepMetrics) -> None:
+        step, logs, self.empty = metrics
+        self._call("on_metrics", step, logs)
+        self._warn_of_nan(step, logs[LOSS])
+        while self._batches and self._batches[0][0] <= step:
+            self._batches.popleft()
+        if message := stuck(self.trainer.loss_scale, logs, step):
+            message += " Training continues; mirror.callbacks.NaNGuard() would stop it here."
+            self._warn_once("skips", message)
 
     def _warn_of_nan(self, step: int, loss: float) -> None:
         kind = "empty" if LOSS in self.empty else "NaN"
@@ -356,15 +361,28 @@ class FitLoop:
             warnings.warn(message, stacklevel=depth_of_user())
 
     def _end_epoch(self, validation: dict[str, float]) -> None:
-        """Adds the epoch to the history, and calls `on_epoch_end` of the callbacks."""
+        """Adds the epoch to the history, and calls `on_epoch_end` of the callbacks.
+
+        If one is interrupted or fails, the epoch has not ended: a training that resumes calls all
+        of them, with the states that they had.
+        """
         position, epoch = self.position, self.position.epoch
         logs = {**self.logs, **{f"val_{name}": value for name, value in validation.items()}}
-        if self._limit is None:
+        if self._limit is None and position.samples:
             self._end_pass()
+        self.remember_callbacks()
+        before = copy.deepcopy((position.history, position.callbacks))
+        meter, epoch_step = position.meter, position.epoch_step
         position.next_epoch()
         position.history.add(epoch, logs, time.perf_counter() - self._started)
         known = set(logs)
-        self._call("on_epoch_end", logs)
+        try:
+            self._call("on_epoch_end", logs)
+        except BaseException:
+            position.history, position.callbacks = before
+            position.epoch, position.epoch_step, position.meter = epoch, epoch_step, meter
+            self._has_states = True
+            raise
         position.history.add_to_last({k: v for k, v in logs.items() if k not in known})
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, final
 
 import jax
 
+from mirror._src.base import interrupts
 from mirror._src.base.errors import require_int
 from mirror._src.base.naming import depth_of_user
 from mirror._src.devices.launch import wait_for
@@ -80,11 +81,14 @@ class MetricAccumulator:
                 return before
         return None
 
-    def collect(self, *, running: int = 0) -> list[StepMetrics]:
+    def collect(
+        self, *, running: int = 0, then: Callable[[StepMetrics], None] = lambda _: None
+    ) -> list[StepMetrics]:
         """Collects the launches added so far, except for the last few.
 
         Args:
             running: Number of last launches not to wait for.
+            then: Called with the metrics of each launch. No interrupt prevents the call.
 
         Returns:
             The metrics of each collected launch.
@@ -93,13 +97,15 @@ class MetricAccumulator:
         while len(self._pending) > running:
             step, sums, _ = self._pending[0]
             totals, count, weights, _ = _read(sums)
-            self._pending.popleft()  # not if it failed
-            unequal = self._unequal(totals, weights)
-            _add(self.totals, totals | unequal)
-            _add(self.weights, weights)
-            self.count += count
-            empty = frozenset(name for name in weights if not totals[name] and not weights[name])
-            collected.append(StepMetrics(step, means(totals, count, weights), empty))
+            with interrupts.deferred():
+                self._pending.popleft()  # not if it failed
+                unequal = self._unequal(totals, weights)
+                _add(self.totals, totals | unequal)
+                _add(self.weights, weights)
+                self.count += count
+                empty = frozenset(n for n in weights if not totals[n] and not weights[n])
+                collected.append(StepMetrics(step, means(totals, count, weights), empty))
+                then(collected[-1])  # it may collect the others
         return collected
 
     def _unequal(self, totals: dict[str, float], weights: dict[str, float]) -> dict[str, float]:
@@ -304,7 +310,16 @@ def _callbacks(states: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loader(states: list[Any] | None) -> list[Any] | None:
-    return states and [{"type": str(each["type"]), "state": each["state"]} for each in states]
+    return states and [
+        {"type": str(each["type"]), "state": each["state"], "full": _full(each.get("full", 0))}
+        for each in states
+    ]
+
+
+def _full(size: Any) -> int:
+    if type(size) is not int or not 0 <= size < _MOST_COUNT:
+        raise ValueError(f"{size!r} is not a number of examples")
+    return size
 
 
 _PARTS: dict[str, Callable[[Any], Any]] = {

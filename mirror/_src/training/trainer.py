@@ -469,7 +469,8 @@ class Trainer(Generic[M]):
 
     def _validate(self, validation: Validation, num_trained: int) -> dict[str, float]:
         observed = functools.partial(validation.observed, num_trained)
-        return self._evaluate(validation.batches(), validation.num_batches, observed)
+        model = self._objects["model"]
+        return self._evaluate(model, validation.batches(), validation.num_batches, observed)
 
     @api_boundary
     @explains_arguments
@@ -488,12 +489,16 @@ class Trainer(Generic[M]):
             ValueError: If the data is empty, the loss has the wrong shape, or padding would change
                 the result of a loss that looks across examples.
         """
+        return self._evaluate_model(self._objects["model"], data, batch_size)
+
+    def _evaluate_model(self, model: Any, data: Data, batch_size: int | None) -> dict[str, float]:
         batches = batches_of("evaluate", data, batch_size)
         require_end("data", batches, "Limit it: trainer.evaluate(itertools.islice(data, 100)).")
-        return self._evaluate(batches)
+        return self._evaluate(model, batches)
 
     def _evaluate(
         self,
+        model: Any,
         data: Iterable[PyTree],
         most: int | None = None,
         observed: Callable[[Iterator[PaddedBatch]], Iterable[PaddedBatch]] = iter,
@@ -501,7 +506,7 @@ class Trainer(Generic[M]):
         """Evaluates all batches, or the first `most`, of the pass that `observed` returns."""
         meter, metrics = MetricAccumulator(), MetricTotals(self._local)
         distributed = self._distributed(data)
-        model, step = self._objects["model"], self._training.evaluate_step
+        step = self._training.evaluate_step
         with self._watched(), self._using("evaluate"):
             batches = whole_pass(distributed, most=most, inspect=self._objective.inspect)
             for batch in observed(batches):
@@ -762,7 +767,8 @@ class Trainer(Generic[M]):
         self._require_no_lost_values()
         with self._using("save"):
             if self._loop is None:
-                self._position.meter.collect()
+                with interrupts.DeferredInterrupts():
+                    self._position.meter.collect()
             else:
                 self._loop.collect()
                 self._loop.remember_callbacks()

@@ -93,32 +93,36 @@ class EMA(Callback):
         Raises:
             RuntimeError: At the end, if the trainer has trained inside.
         """
-        optimizer = trainer.optimizer
-        if not isinstance(optimizer, _AveragingOptimizer):
-            raise TypeError(
-                f"The optimizer of the trainer is {describe(optimizer)}, which has no averages. "
-                "Create it with the callback: mirror.Trainer(model, ema.optimizer(model, tx), ...)."
-            )
-        model, step = trainer.model, int(optimizer.step[...])
-        trainer.model = optimizer.ema.apply_to(model)
+        optimizer, model = self._optimizer_of(trainer), trainer.model
+        averaged, step = optimizer.ema.apply_to(model), int(optimizer.step[...])
         try:
+            trainer.model = averaged
             yield
         finally:
-            trainer.model = model
+            trainer._objects["model"] = model  # an interrupt can arrive in the setter
         if int(optimizer.step[...]) != step:
             raise RuntimeError(
                 "fit() was called inside ema.weights(trainer) and has trained the averages, which "
                 "are lost. Call it outside: the callback evaluates the averages in each epoch."
             )
 
+    def _optimizer_of(self, trainer: Any) -> _AveragingOptimizer:
+        optimizer = trainer.optimizer
+        if not isinstance(optimizer, _AveragingOptimizer):
+            raise TypeError(
+                f"The optimizer of the trainer is {describe(optimizer)}, which has no averages. "
+                "Create it with the callback: mirror.Trainer(model, ema.optimizer(model, tx), ...)."
+            )
+        return optimizer
+
     def on_fit_begin(self, fit: FitLoop) -> None:
         """Checks that there are averages."""
-        with self.weights(fit.trainer):
-            pass
+        self._optimizer_of(fit.trainer)
 
     def on_epoch_end(self, fit: FitLoop, logs: dict[str, float]) -> None:
         """Evaluates the averages."""
         if self._data is not None:
-            with self.weights(fit.trainer):
-                found = fit.trainer.evaluate(self._data, batch_size=self._batch_size)
+            trainer = fit.trainer  # which has the weights if this is interrupted
+            averaged = self._optimizer_of(trainer).ema.apply_to(trainer.model)
+            found = trainer._evaluate_model(averaged, self._data, self._batch_size)
             logs.update({f"ema_{name}": value for name, value in found.items()})

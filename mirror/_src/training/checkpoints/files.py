@@ -62,7 +62,8 @@ def require_arrays(arrays: Mapping[str, Any]) -> None:
         is_valid = isinstance(value, (*ARRAY_LIKE, KeyData))
         if isinstance(value, np.ndarray | np.generic):
             is_number = jax.dtypes.issubdtype(value.dtype, np.number) or value.dtype == bool
-            is_valid = is_number and value.dtype.char not in "gG"  # JAX has no long double
+            # JAX has no long double, whose character is also one of float8_e4m3fnuz.
+            is_valid = is_number and value.dtype not in (np.longdouble, np.clongdouble)
         if not is_valid:
             raise TypeError(expected(name, value, "an array of numbers or PRNG keys"))
 
