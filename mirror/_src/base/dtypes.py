@@ -15,7 +15,9 @@ def is_numeric(dtype: Any) -> bool:
 
 def is_long(dtype: Any) -> bool:
     """Whether this is `np.longdouble` or its complex dtype, where these have more than 64 bits."""
-    return np.dtype(dtype).char in "gG" and dtype not in (np.float64, np.complex128)
+    # By its type: the character "G" is also one of float8_e4m3fnuz.
+    is_one = np.dtype(dtype) in (np.longdouble, np.clongdouble)
+    return is_one and dtype not in (np.float64, np.complex128)
 
 
 def is_float0(leaf: Any) -> bool:

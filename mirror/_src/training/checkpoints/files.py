@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mirror._src.base.dtypes import is_numeric
 from mirror._src.base.errors import bytes_in_words, expected
 from mirror._src.base.host_memory import host_memory
 from mirror._src.base.types import ARRAY_LIKE
@@ -61,9 +62,7 @@ def require_arrays(arrays: Mapping[str, Any]) -> None:
             raise ValueError(expected("name", name, f"a string other than {RESERVED!r}"))
         is_valid = isinstance(value, (*ARRAY_LIKE, KeyData))
         if isinstance(value, np.ndarray | np.generic):
-            is_number = jax.dtypes.issubdtype(value.dtype, np.number) or value.dtype == bool
-            # JAX has no long double, whose character is also one of float8_e4m3fnuz.
-            is_valid = is_number and value.dtype not in (np.longdouble, np.clongdouble)
+            is_valid = is_numeric(value.dtype)
         if not is_valid:
             raise TypeError(expected(name, value, "an array of numbers or PRNG keys"))
 
