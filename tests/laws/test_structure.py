@@ -77,17 +77,17 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(998, 24, 14),
+    "base": Size(1009, 24, 14),
     "devices": Size(2138, 25, 26),
     "cluster": Size(1114, 9, 20),
-    "jaxprs": Size(3140, 25, 30),
-    "passes": Size(2619, 21, 34),
-    "engine": Size(5261, 56, 69),
+    "jaxprs": Size(3139, 25, 30),
+    "passes": Size(2618, 21, 34),
+    "engine": Size(5260, 56, 69),
     "inspection": Size(2122, 17, 23),
-    "data": Size(1433, 13, 28),
+    "data": Size(1441, 13, 28),
     "keras": Size(511, 7, 7),
     "strategy": Size(997, 8, 8),
-    "training": Size(5414, 38, 64),
+    "training": Size(5444, 38, 64),
     "ps": Size(3740, 20, 72),
     "tools": Size(3173, 41, 33),
 }

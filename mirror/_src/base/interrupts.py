@@ -211,7 +211,7 @@ def immediate() -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Context manager inside `immediate` in which Ctrl-C waits: around changes that end together."""
+    """Context manager inside `immediate` in which Ctrl-C waits: around joint changes."""
     context = _own_context()
     if context is None:
         yield
