@@ -15,6 +15,7 @@ from tests.support.keras_models import (
     keras,
     numbers,
     sequential,
+    subclassed,
 )
 from tests.support.messages import raises
 from tests.support.strategies import cpu_strategy
@@ -129,6 +130,26 @@ def test_verify(subtests):
             assert_close(numbers(model), numbers(wanted))
 
 
+def test_verify_keeps_the_metrics_of_an_epoch(four):
+    x, y = digits()
+    with four.scope():
+        model = compiled(functional)
+    model.train_on_batch(x[:32], y[:32])
+    before = model.get_metrics_result()
+    four.verify(model, (x[32:64], y[32:64]), rtol=1e-4)
+    assert model.get_metrics_result() == before
+
+
+def test_verify_needs_layers_that_are_built(four):
+    """`build` of a class without this method builds no layers."""
+    x, y = digits()
+    with four.scope():
+        model = compiled(subclassed)
+        model.built = True
+    with raises(ValueError, names=model.name, fix="model(x)"):
+        four.verify(model, (x[:32], y[:32]))
+
+
 def test_verify_finds_a_difference(four):
     """A step whose result depends on where it runs."""
     with four.scope():
@@ -226,3 +247,7 @@ def test_sharded_update_of_a_keras_model_is_one_warning():
             keras.Sequential([keras.layers.Dense(1)])
         assert len(caught) == 1
         keras.Sequential([keras.layers.Dense(1)])
+    strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], shard="optimizer")
+    outside = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    with strategy.scope(), pytest.warns(UserWarning, match="shard='optimizer'"):
+        outside.compile(optimizer="sgd", loss="mse")

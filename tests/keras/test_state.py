@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.support import inside
 from tests.support.keras_models import MARKS, assert_close, compiled, digits, keras, numbers
+from tests.support.messages import raises
 from tests.support.strategies import cpu_strategy
 
 pytestmark = MARKS
@@ -140,3 +141,71 @@ def test_state_of_a_step_is_read_like_that_of_keras():
         found = trained()
     assert_close(found, wanted)
     assert_close(losses[4:], losses[:4])
+
+
+def flat():
+    return keras.Sequential(
+        [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)]
+    )
+
+
+@pytest.mark.parametrize("moment", ["before the launch", "after the launch"])
+def test_model_keeps_its_weights_if_a_step_is_interrupted(moment, monkeypatch):
+    """The step has donated the arrays that Keras would write back."""
+    strategy = cpu_strategy(2)
+    x, y = digits()
+    with strategy.scope():
+        model = compiled(flat)
+    steps = 0
+
+    def interrupted(function, *arguments):
+        nonlocal steps
+        steps += 1
+        if steps == 3 and moment == "before the launch":
+            raise KeyboardInterrupt
+        results = step(function, *arguments)
+        if steps == 3:
+            raise KeyboardInterrupt
+        return results
+
+    kind = inside.keras_step().StepFunction
+    step = kind._step
+    monkeypatch.setattr(kind, "_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+    done = 2 if moment == "before the launch" else 3
+    wanted = compiled(flat)
+    wanted.fit(x[: 16 * done], y[: 16 * done], batch_size=16, shuffle=False, verbose=0)
+    assert_close(numbers(model), numbers(wanted))
+    history = model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+    again = wanted.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+    assert_close(numbers(model, history), numbers(wanted, again))
+
+
+def test_one_array_of_two_variables_is_donated_once():
+    """Keras assigns the averages of `use_ema` to the weights at the end of `fit`.
+
+    Without a strategy, the second `fit` fails then (Keras 3.15).
+    """
+    x, y = digits()
+    found = []
+    for n in (1, 2):
+        with cpu_strategy(n).scope():
+            model = compiled(flat, optimizer=keras.optimizers.SGD(0.1, use_ema=True))
+        for _ in range(2):
+            history = model.fit(x[:32], y[:32], batch_size=16, shuffle=False, verbose=0)
+        found.append(numbers(model, history))
+    assert_close(*found)
+
+
+def test_array_that_another_model_has_donated_is_rejected():
+    """Host devices would wait forever for the one that rejects it."""
+    x, y = digits()
+    with cpu_strategy(2).scope():
+        first, second = compiled(flat), compiled(flat)
+    first.fit(x[:32], y[:32], verbose=0)
+    second.layers[-1].kernel.assign(first.layers[-1].kernel.value)
+    first.fit(x[:32], y[:32], verbose=0)
+    path = second.layers[-1].kernel.path
+    with raises(ValueError, names=[path, second.name], fix="variable.assign(numpy.array("):
+        second.fit(x[:32], y[:32], verbose=0)

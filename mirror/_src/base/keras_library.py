@@ -38,6 +38,19 @@ def is_model(value: object) -> bool:
     return keras is not None and isinstance(value, keras.Model)
 
 
+def is_built(model: Any) -> bool:
+    """Whether a Keras model and all layers inside have their variables."""
+    return bool(model.built) and all(layer.built for layer in layers_of(model))
+
+
+def layers_of(model: Any) -> list[Any]:
+    """Returns the layers of a Keras model, and those inside of others, models included.
+
+    `model.layers` lacks the layers of wrappers such as TimeDistributed (Keras 3.15).
+    """
+    return list(model._flatten_layers(include_self=False))
+
+
 def has_variables(value: object) -> bool:
     """Whether the value is a Keras variable, or a Keras object that has variables."""
     keras = library()
@@ -63,6 +76,26 @@ def variables_of(value: Any) -> list[Any]:
         metrics = {id(variable) for variable in value.metrics_variables}
         return list({id(v): v for v in own if id(v) not in metrics}.values())
     return list(value.variables)
+
+
+def state_variables(model: Any, kind: str) -> list[list[Any]]:
+    """Returns the variables of the state that a step of this kind takes, in the order of Keras.
+
+    Args:
+        model: A Keras model.
+        kind: `"train"`, `"test"` or `"predict"`.
+    """
+    groups = [model.trainable_variables, model.non_trainable_variables]
+    if kind == "train":
+        groups.append(model.optimizer.variables)
+    if kind != "predict":
+        groups.append(model.metrics_variables)
+    return groups
+
+
+def has_array(variable: Any) -> bool:
+    """Whether a Keras variable has an array: a loop takes it away, and steps donate it."""
+    return variable._value is not None and not variable._value.is_deleted()
 
 
 def has_loss_scale(optimizer: Any) -> bool:

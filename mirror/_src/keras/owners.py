@@ -65,21 +65,6 @@ def claim(model: Any) -> None:
     if owner is not None:
         require_float_policy()
         _created_in[model] = owner
-        _warn_of_sharding()
-
-
-def _warn_of_sharding() -> None:
-    """Warns once per strategy that `shard` does not apply to Keras models."""
-    frame = current_frame()
-    strategy = None if frame is None else frame.strategy
-    shard = getattr(strategy, "shard", "none")
-    if strategy is not None and shard != "none" and strategy not in _warned:
-        _warned.add(strategy)
-        warnings.warn(
-            f"shard={shard!r} has no effect on a Keras model: each device stores the "
-            "whole state. It applies to mirror.Trainer and strategy.run.",
-            stacklevel=depth_of_user("keras"),
-        )
 
 
 def claim_compiled(model: Any) -> None:
@@ -184,7 +169,20 @@ def _of_scope(verb: str) -> Owner | None:
         )
     owner = Owner(str(strategy), frame.devices)
     _require_supported(owner, verb)
+    _warn_of_sharding(strategy)
     return owner
+
+
+def _warn_of_sharding(strategy: Any) -> None:
+    """Warns once per strategy that `shard` does not apply to Keras models."""
+    shard = getattr(strategy, "shard", "none")
+    if shard != "none" and strategy not in _warned:
+        _warned.add(strategy)
+        warnings.warn(
+            f"shard={shard!r} has no effect on a Keras model: each device stores the "
+            "whole state. It applies to mirror.Trainer and strategy.run.",
+            stacklevel=depth_of_user("keras"),
+        )
 
 
 def _require_supported(owner: Owner, verb: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from mirror._src.base.keras_library import has_loss_scale, library
+from mirror._src.base.keras_library import has_loss_scale, layers_of, library
 from mirror._src.base.naming import depth_of_user
 
 _HALF = ("float16", "bfloat16")
@@ -61,8 +61,7 @@ def compute_dtypes(model: Any) -> set[str]:
 
 def _layers(model: Any) -> Iterator[Any]:
     """Yields the layers of a model, and those inside of others, but no models."""
-    # Not `model.layers`, which lacks the layers of wrappers such as TimeDistributed (Keras 3.15).
-    for layer in model._flatten_layers(include_self=False):
+    for layer in layers_of(model):
         if not hasattr(layer, "layers"):
             yield layer
 

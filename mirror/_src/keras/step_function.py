@@ -1,14 +1,16 @@
 """The functions that `fit`, `evaluate` and `predict` call for each step, on several devices."""
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mirror._src.base.keras_library import has_array, state_variables, sync_state
 from mirror._src.base.types import PyTree
 from mirror._src.devices import eager_work
 from mirror._src.devices.launch import is_needed, launch
@@ -18,8 +20,24 @@ from mirror._src.keras.owners import Owner
 from mirror._src.passes.lower.table import lowered, rules_for
 
 
+class _Begun(NamedTuple):
+    """A step that has begun.
+
+    Attributes:
+        function: Its step function.
+        state: The state that it takes, and donates.
+        outputs: Its results and the new state, when it has been launched.
+    """
+
+    function: "StepFunction"
+    state: PyTree
+    outputs: list[Any]
+
+
 class _Loops(threading.local):
-    num_open = 0
+    def __init__(self) -> None:
+        self.begun: list[_Begun | None] = []
+        """The last step of each loop that is open in this thread."""
 
 
 _loops = _Loops()
@@ -27,12 +45,22 @@ _loops = _Loops()
 
 @contextlib.contextmanager
 def keras_loop() -> Iterator[None]:
-    """Context manager around a method of `keras.Model` that calls step functions, such as `fit`."""
-    _loops.num_open += 1
+    """Context manager around a method of `keras.Model` that calls step functions, such as `fit`.
+
+    Keras takes the arrays out of the variables before the first step, and writes arrays back when
+    the loop ends. If an interrupt arrives within a step, it writes back arrays that the step has
+    donated, or none. The variables then get the state of the last step from here.
+    """
+    _loops.begun.append(None)
     try:
         yield
+    except BaseException:
+        last = _loops.begun[-1]
+        if last is not None:
+            last.function.restore(last.outputs[1] if last.outputs else last.state)
+        raise
     finally:
-        _loops.num_open -= 1
+        _loops.begun.pop()
 
 
 class _Arrays(Sequence[jax.Array]):
@@ -83,13 +111,15 @@ class StepFunction:
         self.owner = owner
         replicas = owner.replicas
         self._batches = BatchPlacer(replicas, kind)
+        self._model = model
+        self._kind = kind
         self._steps = int(model.steps_per_execution)
         self._joins_outputs = kind == "predict"
         self._is_compiled = bool(model.jit_compile) and not model.run_eagerly
         rules = rules_for(replicas) if self._is_compiled else {}
         # What Keras has compiled becomes a part of the program that the pass `lower` rewrites.
-        step = lowered(self._made_step, rules)
-        self.compiled = jax.jit(step, donate_argnums=0) if rules else step
+        self._lowered = lowered(self._made_step, rules)
+        self.compiled = jax.jit(self._with_token, donate_argnums=0)
         self._is_bounded = replicas.on_host and is_needed()
         self._launched: set[Hashable] = set()
         self._mirroring: set[Hashable] = set()
@@ -99,6 +129,7 @@ class StepFunction:
 
     def __call__(self, state: PyTree, iterator: Iterator[PyTree]) -> tuple[PyTree, PyTree]:
         """Runs the next step, or as many as `steps_per_execution` says."""
+        self._begin(state, [])
         results, state = self._step(state, self._batches.take(iterator))
         all_results = [results]
         while len(all_results) < self._steps:
@@ -113,13 +144,27 @@ class StepFunction:
             results = jax.tree.map(lambda *parts: jnp.concatenate(parts), *all_results)
         return results, state
 
+    def restore(self, state: PyTree) -> None:
+        """Writes a state to the variables that have lost their arrays."""
+        sync_state(self._model)
+        for variables, values in zip(state_variables(self._model, self._kind), state, strict=True):
+            for variable, value in zip(variables, values, strict=True):
+                if not has_array(variable):
+                    variable.assign(value)
+
+    def _begin(self, state: PyTree, outputs: list[Any]) -> None:
+        if _loops.begun:
+            _loops.begun[-1] = _Begun(self, state, outputs)
+
     def _step(self, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         follows = False
         if type(state) is _MirroredState:
             follows = state.owner is self
             state = tuple([part.arrays for part in state])
         if not follows:
-            state = jax.tree.map(self._mirrored, state)
+            state = self._all_mirrored(state)
+        outputs: list[Any] = []
+        self._begin(state, outputs)
         if not self._is_compiled:
             if self._is_bounded:
                 eager_work.bound_eager_work()
@@ -127,9 +172,8 @@ class StepFunction:
         leaves, treedef = jax.tree.flatten(batch)
         # Types of batches identify the programs that JAX compiles: the state keeps its types.
         program = (treedef, *[(leaf.shape, leaf.dtype) for leaf in leaves])
-        outputs: list[Any] = []
         launch(
-            self._run,
+            self.compiled,
             (state, batch),
             outputs,
             self._described,
@@ -137,19 +181,16 @@ class StepFunction:
             compiles=program not in self._launched,
         )
         self._launched.add(program)
-        results, state, token = outputs
-        if token is None and self._is_bounded:
-            jax.block_until_ready(state)
+        results, state, _ = outputs
         return results, self._returned(state, program, follows=follows)
 
     def _made_step(self, state: PyTree, batch: PyTree) -> Any:
         return self.made(state, iter((batch,)))
 
-    def _run(self, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, Any]:
-        """Launches the step; the last result is ready when it has finished, and never donated."""
-        results, state = self.compiled(state, batch)
-        arrays = (leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array))
-        return results, state, next(arrays, None)
+    def _with_token(self, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, jax.Array]:
+        """Traces the step; the last result is ready when it has finished, and never donated."""
+        results, state = self._lowered(state, batch)
+        return results, state, jnp.zeros(())
 
     def _returned(self, state: PyTree, program: Hashable, *, follows: bool) -> PyTree:
         """Marks the state that a step returned as mirrored, unless XLA has chosen to shard it.
@@ -162,7 +203,7 @@ class StepFunction:
             program: The type of the batch of the step.
             follows: Whether the step took a state that a step had returned.
         """
-        if not _loops.num_open:  # called by a user, who expects lists
+        if not _loops.begun:  # called by a user, who expects lists
             return state
         if not follows or program not in self._mirroring:
             if not all(map(self.owner.replicas.is_mirrored, jax.tree.leaves(state))):
@@ -173,10 +214,38 @@ class StepFunction:
         marked.owner = self
         return marked
 
-    def _mirrored(self, leaf: Any) -> Any:
+    def _all_mirrored(self, state: PyTree) -> PyTree:
+        """Returns the state mirrored, and each array once, because the step donates it.
+
+        Keras assigns one array to two variables, such as the averages of `use_ema` at the end of
+        `fit`. Host devices would wait forever for the one that rejects to donate it twice.
+        """
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(state)
+        seen: set[int] = set()
+        mirrored = []
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                self._reject_deleted(i)
+            mirrored.append(self._mirrored(leaf, is_shared=id(leaf) in seen))
+            seen.add(id(leaf))
+        return treedef.unflatten(mirrored)
+
+    def _reject_deleted(self, index: int) -> NoReturn:
+        """Raises an error: host devices would wait forever for the one that rejects the array."""
+        groups = state_variables(self._model, self._kind)
+        path = list(itertools.chain.from_iterable(groups))[index].path
+        raise ValueError(
+            f"The variable {path!r} of the Keras model {self._model.name!r} holds a deleted array. "
+            "Its buffer was donated to a step of another model that shares it. Assign values "
+            "again, and to share them a copy: variable.assign(numpy.array(other.value))."
+        )
+
+    def _mirrored(self, leaf: Any, *, is_shared: bool) -> Any:
         """Callbacks assign to variables, and XLA may choose to shard what the step returns."""
         replicas = self.owner.replicas
         if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return replicas.mirror(leaf)
         # Through the host, which takes one transfer instead of a transfer and a launch.
-        return leaf if replicas.is_mirrored(leaf) else replicas.mirror(np.asarray(leaf))
+        is_ready = replicas.is_mirrored(leaf) and not is_shared
+        return leaf if is_ready else replicas.mirror(np.asarray(leaf))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirror._src.base.errors import expected
-from mirror._src.base.keras_library import variables_of
+from mirror._src.base.keras_library import is_built, state_variables, variables_of
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import NoMesh
 from mirror._src.inspection.verify import (
@@ -37,7 +37,7 @@ def verify_model(
     kwargs: dict[str, Any],
     rtol: float | None,
 ) -> VerifyReport:
-    """Implements `Strategy.verify` for a Keras model, which keeps its state but for its metrics.
+    """Implements `Strategy.verify` for a Keras model, which keeps its state.
 
     Raises:
         ValueError: If the model is not compiled or not built, or its class makes the function of
@@ -48,10 +48,12 @@ def verify_model(
         what = "a global batch: (x, y) or (x, y, sample_weight)"
         raise TypeError(expected("args", [*args, *kwargs], what, "strategy.verify(model, (x, y))."))
     missing = "built" if model.compiled else "compiled"
-    if not (model.compiled and model.built):
+    # The layers of a class without a method `build` are not built by `model.build`.
+    if not (model.compiled and is_built(model)):
         raise ValueError(
-            f"The Keras model {model.name!r} is not {missing} yet. "
-            "Call model.compile(...) and model.build(input_shape) before strategy.verify."
+            f"The Keras model {model.name!r} is not {missing} yet. Call model.compile(...) and "
+            "model.build(input_shape), or model(x) if its class has no method build, before "
+            "strategy.verify."
         )
     with scope:
         owner = owner_of(model)
@@ -61,6 +63,8 @@ def verify_model(
         _require_step(model)
         variables = variables_of(model)
         saved = [jnp.copy(variable.value) for variable in variables]
+        # Of an epoch in progress. The step may create more metrics, whose variables start again.
+        metrics = [(variable, jnp.copy(variable.value)) for variable in model.metrics_variables]
     before = list(map(np.asarray, saved))
     try:
         with scope:
@@ -74,6 +78,8 @@ def verify_model(
         with NoMesh():
             _assign(variables, saved)
             model.reset_metrics()
+            for variable, value in metrics:
+                variable.assign(value)
     rows = [
         Difference(f"logs[{name!r}]", relative_difference(np.asarray(logs[name]), value))
         for name, value in expected_logs.items()
@@ -102,12 +108,7 @@ def _on_one_device(
     """Returns the logs of a training step on one device, and the variables after it."""
     step = StepFunction(model.train_function.made, Owner("one device", single), model, "train")
     x, y, *weights = args
-    groups = [  # in the order of Keras
-        model.trainable_variables,
-        model.non_trainable_variables,
-        model.optimizer.variables,
-        model.metrics_variables,
-    ]
+    groups = state_variables(model, "train")
     state = tuple([variable.value for variable in group] for group in groups)
     logs, state = step(state, iter([(x, y, weights[0] if weights else None)]))
     for group, values in zip(groups, state, strict=True):
