@@ -209,3 +209,54 @@ def test_array_that_another_model_has_donated_is_rejected():
     path = second.layers[-1].kernel.path
     with raises(ValueError, names=[path, second.name], fix="variable.assign(numpy.array("):
         second.fit(x[:32], y[:32], verbose=0)
+
+
+def test_error_of_a_callback_that_compiles_again_is_raised():
+    """The state of the last step is then of another optimizer."""
+
+    class Compiles(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.compile("sgd", "mse")
+            raise OSError("disk on fire")
+
+    x, y = digits()
+    with cpu_strategy(2).scope():
+        model = compiled(flat)
+    with pytest.raises(OSError, match="disk on fire"):
+        model.fit(x[:32], y[:32], verbose=0, callbacks=[Compiles()])
+
+
+def test_interrupted_step_restores_all_variables_of_one_step(monkeypatch):
+    """JAX does not donate a variable that a step only writes: it keeps the array of before."""
+
+    class Writes(keras.layers.Layer):
+        def build(self, shape):
+            self.last = self.add_weight(shape=(), trainable=False, initializer="zeros")
+
+        def call(self, x):
+            self.last.assign(keras.ops.sum(x))
+            return x
+
+    def writes():
+        layers = [Writes(), keras.layers.Flatten(), keras.layers.Dense(10)]
+        return keras.Sequential([keras.Input((8, 8, 1)), *layers])
+
+    step_class = inside.keras_step().StepFunction
+    step, steps = step_class._step, []
+
+    def interrupted(*arguments):
+        results = step(*arguments)
+        steps.append(results)
+        if len(steps) == 2:
+            raise KeyboardInterrupt
+        return results
+
+    x, y = digits()
+    wanted = compiled(writes)
+    wanted.fit(x[:32], y[:32], batch_size=16, shuffle=False, verbose=0)
+    with cpu_strategy(2).scope():
+        model = compiled(writes)
+    monkeypatch.setattr(step_class, "_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, y, batch_size=16, shuffle=False, verbose=0)
+    assert_close(numbers(model), numbers(wanted))

@@ -145,12 +145,19 @@ class StepFunction:
         return results, state
 
     def restore(self, state: PyTree) -> None:
-        """Writes a state to the variables that have lost their arrays."""
+        """Writes a state to the variables, if some of them have lost their arrays.
+
+        To all of them: a step does not donate what it only writes, which would be of another step.
+        """
         sync_state(self._model)
-        for variables, values in zip(state_variables(self._model, self._kind), state, strict=True):
+        groups = state_variables(self._model, self._kind)
+        if all(map(has_array, itertools.chain.from_iterable(groups))):
+            return
+        if [*map(len, groups)] != [*map(len, state)]:
+            return  # a callback has compiled the model again
+        for variables, values in zip(groups, state, strict=True):
             for variable, value in zip(variables, values, strict=True):
-                if not has_array(variable):
-                    variable.assign(value)
+                variable.assign(value)
 
     def _begin(self, state: PyTree, outputs: list[Any]) -> None:
         if _loops.begun:
