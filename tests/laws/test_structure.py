@@ -77,7 +77,7 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(1022, 24, 14),
+    "base": Size(1015, 24, 14),
     "devices": Size(2138, 25, 26),
     "cluster": Size(1114, 9, 20),
     "jaxprs": Size(3139, 25, 30),
@@ -87,7 +87,7 @@ BUDGETS = {
     "data": Size(1441, 13, 28),
     "keras": Size(552, 7, 8),
     "strategy": Size(997, 8, 8),
-    "training": Size(5444, 38, 64),
+    "training": Size(5450, 38, 64),
     "ps": Size(3740, 20, 72),
     "tools": Size(3173, 41, 33),
 }

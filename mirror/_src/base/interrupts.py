@@ -191,32 +191,27 @@ def settle() -> int | None:
     return number
 
 
-@contextlib.contextmanager
-def immediate() -> Iterator[None]:
+def immediate() -> contextlib.AbstractContextManager[None]:
     """Context manager in which Ctrl-C raises at once: around calls of the user's code.
 
     SIGTERM raises half a second later. The signal stays pending, in case that this code drops the
     exception. One that is deferred already does not raise: it would prevent a call that is due.
     """
-    context = _own_context()
-    if context is None:
-        yield
-        return
-    before, context.is_immediate = context.is_immediate, True
-    try:
-        yield
-    finally:
-        context.is_immediate = before
+    return _raising(at_once=True)
+
+
+def deferred() -> contextlib.AbstractContextManager[None]:
+    """Context manager inside `immediate` in which Ctrl-C waits: around joint changes."""
+    return _raising(at_once=False)
 
 
 @contextlib.contextmanager
-def deferred() -> Iterator[None]:
-    """Context manager inside `immediate` in which Ctrl-C waits: around joint changes."""
+def _raising(*, at_once: bool) -> Iterator[None]:
     context = _own_context()
     if context is None:
         yield
         return
-    before, context.is_immediate = context.is_immediate, False
+    before, context.is_immediate = context.is_immediate, at_once
     try:
         yield
     finally:

@@ -371,7 +371,7 @@ class FitLoop:
         if self._limit is None and position.samples:
             self._end_pass()
         self.remember_callbacks()
-        before = copy.deepcopy((position.history, position.callbacks))
+        states, names = copy.deepcopy(position.callbacks), list(position.history)
         meter, epoch_step = position.meter, position.epoch_step
         position.next_epoch()
         position.history.add(epoch, logs, time.perf_counter() - self._started)
@@ -379,7 +379,8 @@ class FitLoop:
         try:
             self._call("on_epoch_end", logs)
         except BaseException:
-            position.history, position.callbacks = before
+            position.history.remove_last(names)
+            position.callbacks = states
             position.epoch, position.epoch_step, position.meter = epoch, epoch_step, meter
             self._has_states = True
             raise
