@@ -188,6 +188,20 @@ def check_order_does_not_depend_on_the_clock(tmp_path, monkeypatch, jump, keep_l
 # Several writers
 
 
+def test_checkpoint_that_is_deleted_while_another_process_reads_is_skipped(tmp_path, monkeypatch):
+    """A `FileNotFoundError` would mean that there is no checkpoint: training would begin again."""
+    save(tmp_path, 1, 2, 3)
+    files = inside.checkpoint_files()
+    read = files.read_metadata
+
+    def after_it_is_deleted(path):
+        path_of(tmp_path, 1).unlink(missing_ok=True)
+        return read(path)
+
+    monkeypatch.setattr(files, "read_metadata", after_it_is_deleted)
+    assert assert_whole(tmp_path) == 3
+
+
 def test_two_stores_of_one_process_do_not_disturb_each_other(tmp_path):
     with CheckpointStore(tmp_path / "a") as a, CheckpointStore(tmp_path / "b") as b:
         for step in range(12):

@@ -88,6 +88,8 @@ def next_written(directory: Path) -> int:
 def _written(path: Path) -> int:
     try:
         return int(files.read_metadata(path)["written"])
+    except FileNotFoundError:  # the process that writes has deleted it, because it is not the last
+        return -1
     except Exception:  # loading the checkpoint reports that it is damaged
         return path.stat().st_mtime_ns
 
