@@ -1487,7 +1487,7 @@ _OF_TRAINING = (
     Fault(
         "a training that starts while another thread reads",
         f"{_TRAINING}/trainer.py",
-        "            if set(self._users) - {loop.thread}:\n",
+        "            if {thread for thread, _ in self._users.copy()} - {loop.thread}:\n",
         "            if False:\n",
         ("tests/training/test_threads.py",),
         likely="fit_is_an_error",

@@ -156,3 +156,48 @@ def test_fit_is_an_error_while_another_thread_reads():
     assert trainer.optimizer.step[...] == 0
     fit(trainer, DATA[:2])
     assert trainer.optimizer.step[...] == 2
+
+
+def test_restore_is_an_error_while_another_method_reads(tmp_path):
+    """Its results would be of two checkpoints; they are as without it."""
+    trainer = trainer_of()
+    trainer.save(tmp_path)
+    fit(trainer, DATA)
+    errors = []
+
+    def restores():
+        for number, batch in enumerate(DATA):
+            if number == 1:
+                with pytest.raises(RuntimeError) as caught:
+                    trainer.restore(tmp_path)
+                errors.append(caught.value)
+            yield batch
+
+    alone = trainer.evaluate(DATA)
+    for prefetch in (0, 2):  # in this thread, and in another one
+        data = trainer.strategy.distribute_dataset(restores(), remainder="pad", prefetch=prefetch)
+        assert trainer.evaluate(data) == alone
+    assert len(errors) == 2
+    for error in errors:
+        assert_message(error, names="trainer.restore()", fix="when it has ended")
+    assert trainer.optimizer.step[...] == STEPS
+    trainer.restore(tmp_path)
+    assert trainer.optimizer.step[...] == 0
+
+
+def test_method_is_an_error_while_another_thread_restores(tmp_path, monkeypatch):
+    trainer = trainer_of()
+    trainer.save(tmp_path)
+    errors, read = {}, inside.checkpoint_files().read_arrays
+
+    def slow(*args):
+        with ThreadPoolExecutor(1) as pool:
+            for name in ("evaluate", "predict"):
+                errors[name] = pool.submit(METHODS[name], trainer, tmp_path).exception(900)
+        return read(*args)
+
+    monkeypatch.setattr(inside.checkpoint_files(), "read_arrays", slow)
+    trainer.restore(tmp_path)
+    for name, error in errors.items():
+        assert_message(error, names=f"trainer.{name}()", fix="restore() before the other method")
+    assert len(errors) == 2

@@ -289,7 +289,7 @@ class Trainer(Generic[M]):
         self._num_parameters = num_parameters(model)  # for `repr`, which must not fail
         self._position, self._resumes = Position(), False
         self._loop: FitLoop | None = None
-        self._users: list[int] = []  # threads in `_using`
+        self._users: list[tuple[int, str]] = []  # threads in `_using`, and the methods
         self._precision.set_on(model)  # after everything that rejects an argument
 
     def _split_batches(self, pieces: int) -> None:
@@ -734,18 +734,20 @@ class Trainer(Generic[M]):
         Raises:
             FileNotFoundError: If the checkpoint does not exist.
             ValueError: If it is damaged or does not match the model; the model is not changed.
-            RuntimeError: If called during `fit`. With several processes, if one does not call it
-                within `agreement_secs`, or calls it for another model or step.
+            RuntimeError: If called during `fit`, or while another method uses the model. With
+                several processes, if one does not call it within `agreement_secs`, or calls it for
+                another model or step.
         """
         self._require_no_fit("restore")
-        position, saved = self._read(directory, step)
-        arrays = snapshot.placed(self._objects, saved, self._local._replicas)
-        with interrupts.DeferredInterrupts():  # all or nothing
-            if self.loss_scale is not None:  # which a training without one does not save
-                self.loss_scale.reset()
-            snapshot.write(self._objects, arrays, self._local._replicas)
-            self._position, self._resumes = position, True
-            self._runner.has_lost_values = False
+        with self._using("restore"):
+            position, saved = self._read(directory, step)
+            arrays = snapshot.placed(self._objects, saved, self._local._replicas)
+            with interrupts.DeferredInterrupts():  # all or nothing
+                if self.loss_scale is not None:  # which a training without one does not save
+                    self.loss_scale.reset()
+                snapshot.write(self._objects, arrays, self._local._replicas)
+                self._position, self._resumes = position, True
+                self._runner.has_lost_values = False
         warn_of_other_bits(position.bits, bits_of(self._local._replicas))
 
     def _read(
@@ -780,12 +782,20 @@ class Trainer(Generic[M]):
         """Context manager around a method that reads the arrays, which steps of `fit` delete.
 
         Raises:
-            RuntimeError: If another thread trains, or it is called inside a step.
+            RuntimeError: If another thread trains, or it is called inside a step. If one of two
+                methods at a time is `restore`.
         """
-        me = threading.get_ident()
+        me = (threading.get_ident(), method)
         self._users.append(me)  # before the check, as `fit` is noted before it looks for users
         try:
             self._require_thread_of_fit(f"{method}()")
+            users = self._users.copy()
+            if len(users) > 1 and any(name == "restore" for _, name in users):
+                raise RuntimeError(
+                    f"trainer.{method}() was called while another method of the trainer runs. A "
+                    "model that is restored meanwhile would have weights of two checkpoints. Call "
+                    "restore() before the other method, or when it has ended."
+                )
             self._runner.synchronize()
             yield
         finally:
@@ -853,7 +863,7 @@ class Trainer(Generic[M]):
     def _running(self, loop: FitLoop) -> Iterator[None]:
         self._loop = loop
         try:
-            if set(self._users) - {loop.thread}:
+            if {thread for thread, _ in self._users.copy()} - {loop.thread}:
                 raise RuntimeError(
                     "trainer.fit() was called while a method of the trainer runs in another "
                     "thread. Each step would delete the arrays of the model that it uses. Wait for "
