@@ -87,7 +87,7 @@ BUDGETS = {
     "data": Size(1441, 13, 28),
     "keras": Size(552, 7, 8),
     "strategy": Size(997, 8, 8),
-    "training": Size(5450, 38, 64),
+    "training": Size(5480, 38, 64),
     "ps": Size(3740, 20, 72),
     "tools": Size(3173, 41, 33),
 }

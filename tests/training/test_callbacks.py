@@ -753,3 +753,30 @@ def test_log_requires_a_function_of_two_arguments(subtests):
                 callbacks.Log(fn)
             with raises(ValueError, names="every_steps", values=-1):
                 callbacks.Log(print, every_steps=-1)
+
+
+NOT_NUMBERS = ("good", None, np.arange(3), [])
+
+
+def test_added_metric_must_be_a_number(subtests):
+    """The epoch has not ended then, and ends when the callback is repaired."""
+    for value in NOT_NUMBERS:
+        trainer, adds = a_trainer(1), callbacks.Callback()
+        adds.on_epoch_end = lambda fit, logs, value=value: logs.update(note=value)
+        with subtests.test(msg=repr(value)):
+            with raises(TypeError, names="logs['note']", fix="metrics are numbers"):
+                trainer.fit(DATA, 1, callbacks=adds, progress=False)
+            assert trainer.fit(DATA, 1, progress=False).epochs == [0]
+            assert trainer.optimizer.step[...] == STEPS
+
+
+def test_state_that_cannot_be_restored_is_not_saved(tmp_path, subtests):
+    """Or no checkpoint of the training could be restored."""
+    for state in ([1], {"array": np.arange(3)}, {"set": {1}}):
+        odd = callbacks.Callback()
+        odd.to_dict = lambda state=state: state
+        with subtests.test(msg=repr(state)):
+            added = [odd, callbacks.Checkpoint(tmp_path)]
+            with raises(TypeError, names="Callback 1", values=repr(state), fix="Return a dict"):
+                a_trainer(1).fit(DATA, 1, callbacks=added, progress=False)
+            assert not list(tmp_path.glob("step-*"))

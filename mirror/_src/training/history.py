@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
-from mirror._src.base.errors import nearest
+from mirror._src.base.errors import expected, nearest
 from mirror._src.base.modules import set_module
 from mirror._src.base.notebook import current_cell
 from mirror._src.base.optional import require
@@ -52,10 +52,15 @@ class History(Mapping[str, list[float]]):
         self.epoch_secs.append(seconds)
 
     def add_to_last(self, logs: Mapping[str, float]) -> None:
-        """Adds more metrics to the last epoch."""
-        for name, value in logs.items():
+        """Adds more metrics to the last epoch.
+
+        Raises:
+            TypeError: If one is not a number.
+        """
+        numbers = {name: _number(name, value) for name, value in logs.items()}
+        for name, number in numbers.items():
             column = self._columns.setdefault(name, [float("nan")] * len(self.epochs))
-            column[-1] = float(value)
+            column[-1] = number
 
     def remove_last(self, names: Collection[str]) -> None:
         """Removes the last epoch, and all metrics but `names`, which earlier epochs have."""
@@ -170,3 +175,11 @@ class History(Mapping[str, list[float]]):
         axes.xaxis.set_major_locator(require("matplotlib.ticker").MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         axes.legend()
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        fix = "A callback added it in on_epoch_end; metrics are numbers. Log other values there."
+        raise TypeError(expected(f"logs[{name!r}]", value, "a number", fix)) from None

@@ -378,13 +378,13 @@ class FitLoop:
         known = set(logs)
         try:
             self._call("on_epoch_end", logs)
+            position.history.add_to_last({k: v for k, v in logs.items() if k not in known})
         except BaseException:
             position.history.remove_last(names)
             position.callbacks = states
             position.epoch, position.epoch_step, position.meter = epoch, epoch_step, meter
             self._has_states = True
             raise
-        position.history.add_to_last({k: v for k, v in logs.items() if k not in known})
 
 
 def _require_same_monitor(name: str, unused: Set[str], epoch: int) -> None:

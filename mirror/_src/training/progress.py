@@ -1,6 +1,7 @@
 """The progress of a training, and its metrics: what a checkpoint stores besides the arrays."""
 
 import copy
+import json
 import math
 import warnings
 from collections import deque
@@ -240,7 +241,13 @@ class Position:
         self.loader = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the position as JSON."""
+        """Returns the position as JSON.
+
+        Raises:
+            TypeError: If the state of a callback is not JSON.
+        """
+        for name, state in self.callbacks.items():
+            _require_json(name, state)
         return {
             **{name: getattr(self, name) for name in _COUNTS},
             "meter": self.meter.to_dict(),
@@ -301,6 +308,19 @@ def _strings(facts: dict[str, str]) -> dict[str, str]:
     if not all(isinstance(fact, str) for fact in facts.values()):
         raise ValueError("a value is not a string")
     return dict(facts)
+
+
+def _require_json(name: str, state: Any) -> None:
+    why = ""
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as error:
+        why = f" ({error})"
+    if why or not isinstance(state, dict):
+        raise TypeError(
+            f"to_dict() of {name} returned {state!r:.200}, which cannot be restored from a "
+            f"checkpoint{why}. Return a dict of numbers, strings, lists, dicts and None."
+        )
 
 
 def _callbacks(states: dict[str, Any]) -> dict[str, Any]:
