@@ -4,6 +4,7 @@ import contextlib
 import itertools
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -78,6 +79,30 @@ def test_data_of_replicas_is_rejected_with_the_fix(subtests):
             given = arguments()
             with raises(TypeError, names=name, fix=fix):
                 getattr(model, method)(*given[:1] if "predict" in method else given)
+
+
+def deleted():
+    array = jnp.asarray(X)
+    array.delete()
+    return array
+
+
+REJECTED = {  # by a model that is built: before, Keras looks at the batch itself
+    "text": (lambda: np.array(["a"] * 8), TypeError, "encode text first"),
+    "objects": (lambda: np.array([object()] * 8), TypeError, "same length"),
+    "dates": (lambda: np.array(["2020-01-01"] * 8, "datetime64[D]"), TypeError, "Yield numbers"),
+    "deleted": (deleted, ValueError, "Yield a new array every time"),
+}
+
+
+def test_batch_that_is_no_array_of_numbers_is_named(subtests):
+    for (row, (make, kind, fix)), n in itertools.product(REJECTED.items(), [1, 2]):
+        with subtests.test(row=row, n=n):
+            with cpu_strategy(n).scope():
+                model = compiled(deferred)
+            model.predict_on_batch(X)
+            with raises(kind, names="batch[0]", fix=fix):
+                model.predict_on_batch(make())
 
 
 def test_validation_data_and_weights_are_checked():

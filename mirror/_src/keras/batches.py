@@ -12,7 +12,7 @@ import numpy as np
 from mirror._src.base.keras_library import GLOBAL_BATCHES
 from mirror._src.base.naming import depth_of_user, keys
 from mirror._src.base.types import PyTree
-from mirror._src.data.foreign import to_array
+from mirror._src.data.batches import array_of
 from mirror._src.data.remainder import nearest_multiples
 from mirror._src.devices.backend import devices_of_type, type_of
 from mirror._src.devices.replicas import ReplicaDevices
@@ -88,7 +88,7 @@ class BatchPlacer:
             batch = next(iterator)
         treedef: Any
         leaves, treedef = jax.tree.flatten(batch, is_leaf=is_per_replica)
-        if not all(type(leaf) is np.ndarray or isinstance(leaf, jax.Array) for leaf in leaves):
+        if not all(map(_is_ready, leaves)):
             items = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_per_replica)[0]
             leaves = [_array("batch" + keys(path), leaf) for path, leaf in items]
         if len(self._replicas.on_mesh) > 1:
@@ -128,7 +128,14 @@ class BatchPlacer:
             )
 
 
+def _is_ready(leaf: Any) -> bool:
+    """Whether a leaf is an array that JAX accepts, which most are: the others take longer."""
+    if type(leaf) is np.ndarray:
+        return leaf.dtype.kind in "fiub" and leaf.dtype.isnative
+    return isinstance(leaf, jax.Array) and not leaf.is_deleted()
+
+
 def _array(name: str, leaf: Any) -> Any:
     if is_per_replica(leaf):
         raise TypeError(f"{name} is a PerReplica. {GLOBAL_BATCHES}")
-    return to_array(name, leaf)
+    return array_of(name, leaf)
