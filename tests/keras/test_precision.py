@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+import mirror
 from tests.support.keras_models import (
     MARKS,
     assert_close,
@@ -389,3 +390,20 @@ def test_variables_of_half_precision_warn():
     assert_message(str(caught[0].message), names=model.layers[2].kernel.path, fix=fix)
     for old, new in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(old, new)
+
+
+def test_verify_names_gradients_that_overflow_on_one_device():
+    """Each half of the batch has gradients too large for float16; their sum is zero."""
+    strategy = cpu_strategy(2)
+    with strategy.scope(), default_policy("mixed_float16"):
+        constants = [keras.initializers.Constant(value) for value in (1, 1 / 32)]
+        layers = [
+            keras.layers.Dense(n, kernel_initializer=c)
+            for n, c in zip((8, 1), constants, strict=True)
+        ]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    x, y = np.ones((16, 4), "float32"), np.repeat([[2.5], [-0.5]], 8, axis=0).astype("float32")
+    scale = "loss_scale_optimizer/dynamic_scale"
+    with raises(mirror.VerifyError, names=scale, values="float16 overflow"):
+        strategy.verify(model, (x, y))

@@ -25,7 +25,9 @@ from mirror._src.keras.step_function import StepFunction
 _CAUSES = (
     "The step of a Keras model sees the whole batch on any number of devices, so that only the "
     "order of additions differs. Common causes: an optimizer such as Adam amplifies rounding "
-    "errors of gradients that are almost zero; a custom layer reads something else on each call."
+    "errors of gradients that are almost zero; gradients in float16 overflow on one device and not "
+    "in the sum over all, so that the loss scale skips an update; a custom layer reads something "
+    "else on each call."
 )
 
 
