@@ -217,8 +217,7 @@ class _Generator:
         if not scope.depth:
             weights.update(loop=0.0, branch=0.0, call=0.0, written_in_test=0.0, packed=0.0)
         if scope.in_vmap:
-            weights.update(loop=0.0, branch=0.0, ref=0.0, callback=0.0)
-            weights.update(written_in_test=0.0, packed=0.0, call=0.0)
+            weights.update(ref=0.0, callback=0.0, written_in_test=0.0, packed=0.0)
         if not scope.writes or not scope.refs:
             weights["write"] = 0.0
         if not scope.writes:
@@ -285,7 +284,8 @@ class _Generator:
     def reshaping(self, scope: _Scope) -> None:
         a = self.some(scope)
         shape, row = a.kind.shape, Kind(a.kind.dtype, a.kind.shape[1:])
-        op = self.rng.choice(["sum", "sum_first", "max_first", "transpose", "resize", "cast"])
+        ops = ["sum", "sum_first", "max_first", "argmax", "transpose", "resize", "cast"]
+        op = self.rng.choice(ops)
         if op == "sum":
             self.emit(scope, op, [a], Kind(a.kind.dtype, ()), bound=_MOST_ELEMENTS * a.bound)
         elif op == "resize" or not shape:
@@ -295,6 +295,8 @@ class _Generator:
             self.emit(scope, op, [a], row, bound=8 * a.bound)
         elif op == "max_first":
             self.emit(scope, op, [a], row)
+        elif op == "argmax":
+            self.emit(scope, op, [a], Kind("int32", row.shape), bound=8)
         elif op == "transpose":
             self.emit(scope, op, [a], Kind(a.kind.dtype, shape[::-1]))
         else:
@@ -448,6 +450,8 @@ class _Generator:
     def controlled(self, scope: _Scope, *, differs: bool) -> _Scope:
         """An inner scope in which replicas may not all stand."""
         inner = scope.inner()
+        if scope.in_vmap:  # rows may not all run it
+            inner.communicates = False
         if differs:
             inner.controlled = True
             inner.communicates = scope.communicates and self.rng.random() < _RECKLESSNESS
@@ -530,9 +534,10 @@ class _Generator:
         limit = self.of(test, _SCALAR, same=not differs)
         tested = Block(tuple(inputs), tuple(test.body), (limit.number,))
         inner = self.controlled(scope, differs=differs)
-        # JAX has no loop that writes to one `Ref` in its test and in its body.
-        written = _writes(tested)
-        inner.refs = [ref for ref in inner.refs if ref.number not in written]
+        # JAX has no loop that writes to one `Ref` in its test and in its body, and what the body
+        # writes does not reach the test (JAX 0.10.2).
+        used = _uses(tested)
+        inner.refs = [ref for ref in inner.refs if ref.number not in used]
         block = self.round(inner, carry, may, first)
         self.looped(scope, "while_loop", carry, carry, may, [tested, block])
 
@@ -644,6 +649,6 @@ def _gathered(kind: Kind, is_tiled: bool) -> Kind:
     return Kind(kind.dtype, (NUM_REPLICAS, *kind.shape))
 
 
-def _writes(block: Block) -> set[int]:
-    """The `Ref`s that a block writes to."""
-    return {each.args[0] for each in statements(block) if each.op in ("set", "bump")}
+def _uses(block: Block) -> set[int]:
+    """The `Ref`s that a block reads or writes to."""
+    return {each.args[0] for each in statements(block) if each.op in ("get", "set", "bump")}

@@ -64,6 +64,7 @@ _LOCAL: dict[str, Callable[..., Any]] = {
     "sum": jnp.sum,
     "sum_first": lambda a: a.sum(0),
     "max_first": lambda a: a.max(0),
+    "argmax": lambda a: jnp.argmax(a, 0),
     "cumsum": lambda a: jnp.cumsum(a, 0),
     "cummax": lambda a: lax.cummax(a, 0),
     "sort": lambda a: jnp.sort(a, 0),

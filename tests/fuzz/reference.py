@@ -146,6 +146,7 @@ _LOCAL: dict[str, Any] = {
     "sum": lambda a: a.sum(),
     "sum_first": lambda a: a.sum(0),
     "max_first": lambda a: a.max(0),
+    "argmax": lambda a: a.argmax(0),
     "cumsum": lambda a: np.cumsum(a, 0),
     "cummax": lambda a: np.maximum.accumulate(a, 0),
     "sort": lambda a: np.sort(a, 0),

@@ -164,6 +164,14 @@ def loops(x):
     def gathers(carry, row):
         return carry, jax.lax.all_gather(row, REPLICA_AXIS)
 
+    def halved(row):
+        is_large = lambda c: jnp.abs(c).max() > jnp.argmax(row) + 1  # noqa: E731
+        return jax.lax.while_loop(is_large, lambda c: c / 2 + jnp.argmax(c) / 8, row)
+
+    def halved_together(row):
+        is_large = lambda c: jnp.abs(c).sum() > total(1.0)  # noqa: E731
+        return jax.lax.while_loop(is_large, lambda c: c / 2 + total(c) / 64, row)
+
     return {
         "scan": jax.lax.scan(body, x[0], x),
         "reverse": jax.lax.scan(body, x[0], x, reverse=True),
@@ -175,6 +183,8 @@ def loops(x):
         "while": jax.lax.while_loop(
             lambda c: total(jnp.abs(c).sum()) > 1.0, lambda c: c / 4 + total(c) / 64, x[0]
         ),
+        "while of rows": jax.vmap(halved)(x[:, :2]),
+        "while of rows that communicates": jax.vmap(halved_together)(jax.lax.pmax(x, REPLICA_AXIS)),
         "grad of scan": jax.grad(lambda x: jax.lax.scan(body, x[0], x)[0].sum())(x),
         "cond": [
             jax.lax.cond(total(1.0) > bound, lambda: total(x), lambda: x * held) for bound in (0, 9)

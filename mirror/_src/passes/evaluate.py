@@ -200,11 +200,44 @@ def _scanned(
 def _while(run: Lowering, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     loop = While(eqn)
     test_consts, consts, carry = loop.split(arguments)
-    return jax.lax.while_loop(
-        lambda carry: run.call(loop.test, [*test_consts, *carry])[0],
-        lambda carry: run.call(loop.body, [*consts, *carry]),
-        carry,
-    )
+    return jax.lax.while_loop(*round_of(loop, run.call, test_consts, consts), carry)
+
+
+def round_of(
+    loop: While,
+    call: Callable[[ClosedJaxpr, Sequence[Any]], list[Any]],
+    test_consts: Sequence[Any],
+    consts: Sequence[Any],
+) -> tuple[Callable[[Sequence[Any]], Any], Callable[[Sequence[Any]], list[Any]]]:
+    """Returns functions of the carry: the test of a `while`, and its body.
+
+    The test of a loop under `jax.vmap` may return a boolean per element. Then the loop runs while
+    one is true, and its body keeps the other elements.
+    """
+    (predicate,) = loop.test.out_avals
+
+    def test(carry: Sequence[Any]) -> Any:
+        return call(loop.test, [*test_consts, *carry])[0]
+
+    def any_continues(carry: Sequence[Any]) -> Any:
+        return jax.lax.reduce_or(test(carry), range(len(predicate.shape)))
+
+    def body(carry: Sequence[Any]) -> list[Any]:
+        return call(loop.body, [*consts, *carry])
+
+    def body_of_some(carry: Sequence[Any]) -> list[Any]:
+        continues = test(carry)
+        return [
+            jax.lax.select(_expanded(continues, new.shape), new, old)
+            for new, old in zip(body(carry), carry, strict=True)
+        ]
+
+    return (any_continues, body_of_some) if predicate.shape else (test, body)
+
+
+def _expanded(value: Array, shape: tuple[int, ...]) -> Array:
+    """Returns the value, broadcast along more axes at the end."""
+    return jax.lax.broadcast_in_dim(value, shape, range(value.ndim))
 
 
 def _cond(run: Lowering, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:

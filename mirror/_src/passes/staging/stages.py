@@ -33,7 +33,7 @@ from mirror._src.jaxprs.equations import (
 from mirror._src.jaxprs.primitives import PRIMITIVES
 from mirror._src.jaxprs.trace import struct_of, trace
 from mirror._src.jaxprs.user_lines import user_line
-from mirror._src.passes.evaluate import Evaluation, Lowering, Rule, Rules
+from mirror._src.passes.evaluate import Evaluation, Lowering, Rule, Rules, round_of
 from mirror._src.passes.pack import join, split
 from mirror._src.passes.passes import rewritten
 from mirror._src.passes.program import (
@@ -312,22 +312,20 @@ class _Builder:
     def while_loop(self, eqn: JaxprEqn, inputs: list[Atom]) -> Sequence[Atom]:
         loop = While(eqn)
         test_consts, consts, carry = loop.split(inputs)
-        num_test, num_consts = len(test_consts), len(consts)
-        reads = [self.value(atom) for atom in (*test_consts, *consts)]
-        carried = [self.local(atom) for atom in carry]
+        both = [*map(self.value, (*test_consts, *consts)), *map(self.local, carry)]
+        avals = [struct_of(value.aval) for value in both]
 
         def run_test(*values: Any) -> list[Any]:
-            operands = [*values[:num_test], *values[num_test + num_consts :]]
-            return Evaluation().call(loop.test, operands)
+            test_consts, consts, carry = loop.split(values)
+            return [round_of(loop, Evaluation().call, test_consts, consts)[0](carry)]
 
         def run_body(*values: Any) -> list[Any]:
-            return Evaluation().call(loop.body, values[num_test:])
+            test_consts, consts, carry = loop.split(values)
+            return round_of(loop, Evaluation().call, test_consts, consts)[1](carry)
 
-        both = [*reads, *carried]
-        avals = [struct_of(value.aval) for value in both]
         test = self.stage(self.trace(run_test, avals), both)
         body = self.stage(self.trace(run_body, avals), both)
-        outputs = [Value(value.aval) for value in carried]
+        outputs = [Value(atom.aval) for atom in carry]
         return self.add(Loop([*both], outputs, body, test, 0, user_line(eqn)))
 
     def cond(self, eqn: JaxprEqn, inputs: list[Atom]) -> Sequence[Atom]:
