@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -317,10 +318,20 @@ def fit_in_process(place: str, directory: Path, grace_secs: float, every_steps: 
 
 def blocked(says, in_native_code: bool = False) -> None:
     """Tells that it blocks, and then blocks forever."""
-    says.send("blocked")
     if in_native_code:  # as in a compiler: no handler runs in this thread
+        sleep, begins = ctypes.CDLL(None).sleep, threading.Event()
+
+        def tell() -> None:
+            begins.wait()
+            says.send("blocked")
+
+        threading.Thread(target=tell).start()
         signal.pthread_sigmask(signal.SIG_BLOCK, {INT, TERM})
-        ctypes.CDLL(None).sleep(1000)
+        sys.setswitchinterval(1000)  # the thread runs as soon as native code runs in this one
+        time.sleep(0)
+        begins.set()
+        sleep(1000)
+    says.send("blocked")
     threading.Event().wait()
 
 
@@ -445,7 +456,7 @@ def test_process_that_ends_in_a_save_does_not_hang(tmp_path):
     assert mirror.load_checkpoint(tmp_path).step == 1
 
 
-@pytest.mark.nightly  # no event tells that native code runs: it is entered after `blocked`
+@pytest.mark.slow
 def test_interrupt_is_acknowledged_while_native_code_runs(tmp_path):
     """No handler runs then, and a second Ctrl-C could not stop it, so that is not promised."""
     with blocked_at("compile in native code", tmp_path) as (process, listens):
