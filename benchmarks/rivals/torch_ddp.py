@@ -172,7 +172,8 @@ def _join(store: distributed.Store, rank: int, num_replicas: int) -> None:
 def follow(text: str) -> None:
     """Runs one of the other ranks, which takes the same steps as rank 0."""
     request = json.loads(text)
-    workload = Workload(**request["workload"])
+    fields = request["workload"]
+    workload = Workload(**{**fields, "convs": [Conv(**conv) for conv in fields["convs"]]})
     _join(distributed.TCPStore(_HOST, request["port"]), request["rank"], request["ranks"])
     replica = Replica(workload, request["rank"], request["ranks"])
     steps = torch.tensor(0)
