@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import jax
@@ -325,10 +324,9 @@ def blocked(says, in_native_code: bool = False) -> None:
             begins.wait()
             says.send("blocked")
 
+        sys.setswitchinterval(1000)  # the thread runs as soon as native code runs in this one
         threading.Thread(target=tell).start()
         signal.pthread_sigmask(signal.SIG_BLOCK, {INT, TERM})
-        sys.setswitchinterval(1000)  # the thread runs as soon as native code runs in this one
-        time.sleep(0)
         begins.set()
         sleep(1000)
     says.send("blocked")
