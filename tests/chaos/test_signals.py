@@ -318,7 +318,7 @@ def fit_in_process(place: str, directory: Path, grace_secs: float, every_steps: 
 def blocked(says, in_native_code: bool = False) -> None:
     """Tells that it blocks, and then blocks forever."""
     if in_native_code:  # as in a compiler: no handler runs in this thread
-        sleep, begins = ctypes.CDLL(None).sleep, threading.Event()
+        library, begins = ctypes.CDLL(None), threading.Event()
 
         def tell() -> None:
             begins.wait()
@@ -328,7 +328,7 @@ def blocked(says, in_native_code: bool = False) -> None:
         threading.Thread(target=tell).start()
         signal.pthread_sigmask(signal.SIG_BLOCK, {INT, TERM})
         begins.set()
-        sleep(1000)
+        library.sleep(1000)
     says.send("blocked")
     threading.Event().wait()
 
