@@ -1,6 +1,7 @@
 """State that is an argument and a result stays mirrored, or the step is rejected."""
 
 import dataclasses
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -146,14 +147,24 @@ def test_missing_all_reduce_of_donated_state_is_rejected_before_anything_runs(n,
 
 @rows("n, name", ROWS)
 def test_state_that_is_not_donated_comes_back_per_replica(n, name):
-    """It may be anything that has the structure of an argument, such as gradients."""
+    """It may be anything that has the structure of an argument, such as gradients.
+
+    If it is passed again, it is state: a warning.
+    """
     strategy = cpu_strategy(n)
     make, _, leaf = STATES[name]
     _, broken = steps(name)
     state, batch = make(), batch_for(strategy)
     assert strategy.inspect(broken, (state, batch)).in_step
-    for _ in range(2):
-        state, _ = strategy.run(broken, (state, batch))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for calls in range(4):
+            state, _ = strategy.run(broken, (state, batch))
+            assert len(caught) == (calls > 0 and n > 1)
+    for warning in caught:
+        fix = ["all_reduce", "distribute_values_from_function"]
+        assert_message(str(warning.message), names=["broken", leaf, "batch"], fix=fix)
+        assert warning.filename == __file__
     rows = {row.name: row.state for row in strategy.inspect(broken, (state, batch)).results}
     assert rows[leaf.replace("state", "result[0]", 1)] == "per-replica"
 
@@ -203,6 +214,37 @@ def test_initially_per_replica_state_is_accepted(strategy):
     for _ in range(3):
         params, _ = strategy.run(broken, (params, batch_for(strategy)), donate_argnums=0)
     assert all(isinstance(leaf, PerReplica) for leaf in params.values())
+
+
+def sums(total, batch):
+    return jax.tree.map(jnp.add, total, jax.grad(loss)(weights(), batch))
+
+
+# name: step, the arguments of the first call, and of the second, which may have its result
+NOT_DRIFTING = {
+    "gradients of several calls": (
+        sums,
+        lambda batch: (weights(), batch),
+        lambda batch, total: (total, batch),
+    ),
+    "mirrored data, then a batch": (
+        lambda x: x**2,
+        lambda _: (np.ones((2, 3)),),
+        lambda batch, _: (batch,),
+    ),
+    "values that differ from the start": (
+        lambda x: x**2,
+        lambda batch: (batch,),
+        lambda _, new: (new,),
+    ),
+}
+
+
+@rows("name", list(NOT_DRIFTING))
+def test_values_per_replica_that_are_no_drift_do_not_warn(two, name):
+    step, first, second = NOT_DRIFTING[name]
+    batch = batch_for(two)
+    two.run(step, second(batch, two.run(step, first(batch))))
 
 
 @rows("strategy", LAYOUTS)

@@ -223,7 +223,7 @@ def check_run_accepts_equinox_models(layout):
 
     wanted = {"names": ["broken", "net.conv.weight"], "fix": "all_reduce"}
     with raises(mirror.ReplicaDivergenceError, **wanted):
-        strategy.run(broken, (net, state, batch))
+        strategy.run(broken, (net, state, batch), donate_argnums=(0, 1))
 
 
 def test_equal_static_numbers_of_different_types_compile_separately(subtests):

@@ -776,6 +776,20 @@ _OF_RUN = (
         likely="rebound",
     ),
     Fault(
+        "accumulated gradients that count as drift",
+        f"{_RUN}/donated_state.py",
+        "        if kind is Dependence.OTHER\n",
+        "        if True\n",
+        ("tests/engine/test_donated_state.py",),
+    ),
+    Fault(
+        "a value per replica in a later call without a warning",
+        f"{_RUN}/step_warnings.py",
+        "[known[i] for i in call.layout.per_replica if i in known]",
+        "[]",
+        ("tests/engine/test_donated_state.py",),
+    ),
+    Fault(
         "donated state that drifts",
         f"{_RUN}/donated_state.py",
         "if not call.donate_argnums or not any(mark.per_replica for mark in marks):",

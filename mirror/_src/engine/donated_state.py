@@ -1,7 +1,8 @@
 """State outside nnx objects: donated arguments, and their new values among the results.
 
 `plan` checks the state of nnx objects, which is written back into them. A donated argument is state
-too: a result with the same structure, shapes and dtypes is its new value.
+too: a result with the same structure, shapes and dtypes is its new value. Without donation, it is
+state if a later call passes it.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -10,13 +11,16 @@ from typing import Any, NamedTuple, TypeAlias
 from mirror._src.engine.arguments import is_number
 from mirror._src.engine.call import Call
 from mirror._src.engine.plan import cause, divergence_message
-from mirror._src.engine.replica_function import ReplicaFunction
+from mirror._src.engine.replica_function import ReplicaFunction, TracedStep
+from mirror._src.jaxprs.additive import Dependence, dependence
 from mirror._src.jaxprs.marks import Mark
 
-_IF_INTENDED = (
+IF_INTENDED = (
     "\nIf the replicas are intended to differ, pass a PerReplica in the first call, for example "
-    "from strategy.distribute_values_from_function. To return a result that is not state, such as "
-    "gradients, return jax.tree.leaves(grads)."
+    "from strategy.distribute_values_from_function."
+)
+_NOT_STATE = (
+    " To return a result that is not state, such as gradients, return jax.tree.leaves(grads)."
 )
 
 _Pairs: TypeAlias = list[tuple[int, int]]
@@ -70,7 +74,7 @@ def drift_message(
     by_structure: dict[Any, list[list[_Pairs]]] = {}
     for treedef, matches in _matches(call, step, avals, call.donate_argnums):
         by_structure.setdefault(treedef, []).append(matches)
-    causes: list[str] = []
+    causes: dict[str, None] = {}
     for arguments in by_structure.values():
         for matches in arguments:
             differing = [[(i, k) for i, k in p if marks[k].per_replica] for p in matches]
@@ -79,8 +83,39 @@ def drift_message(
             if sum(not pairs for pairs in differing) < len(arguments) and any(differing):
                 pairs = next(filter(None, differing))
                 leaves = call.leaf_names
-                causes += [f"{leaves[i]}: {cause(marks[k], names)}" for i, k in pairs]
-    return divergence_message(step.name, causes) + _IF_INTENDED if causes else ""
+                causes |= {f"{leaves[i]}: {cause(marks[k], names)}": None for i, k in pairs}
+    return divergence_message(step.name, causes) + IF_INTENDED + _NOT_STATE if causes else ""
+
+
+def own_values(
+    call: Call, traced: TracedStep, marks: Sequence[Mark], names: Sequence[str]
+) -> dict[int, str]:
+    """Finds the results that are per-replica, and new values of mirrored arguments if passed again.
+
+    Gradients added to an argument are not its new value: each replica may have a sum of its own.
+
+    Args:
+        call: The call.
+        traced: Its trace.
+        marks: Marks of the results.
+        names: The user's names for the inputs.
+
+    Returns:
+        Position in `layout.dynamic` and cause.
+    """
+    step = traced.function
+    found = _matches(call, step, traced.avals[: len(marks)], None)
+    own = {
+        i: k for _, matches in found for pairs in matches for i, k in pairs if marks[k].per_replica
+    }
+    if not own:
+        return {}
+    kinds = dependence(traced.jaxpr, [step.num_state + i for i in own], list(own.values()))
+    return {
+        i: f"{call.leaf_names[i]}: {cause(marks[k], names)}"
+        for (i, k), kind in zip(own.items(), kinds, strict=True)
+        if kind is Dependence.OTHER
+    }
 
 
 def carried_state(

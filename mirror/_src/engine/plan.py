@@ -167,13 +167,17 @@ def require_means(
             )
 
 
+ALL_REDUCE = (
+    "All-reduce values derived from per-replica data before they reach a variable:\n"
+    '  grads = mirror.all_reduce("mean", grads)'
+)
+
+
 def divergence_message(step_name: str, causes: Iterable[str]) -> str:
     """Returns the error message for a step after which variables would differ."""
     return (
         f"{step_name} would leave these variables with different values on different replicas:\n"
-        f"{listing(causes)}\n"
-        "All-reduce values derived from per-replica data before they reach a variable:\n"
-        '  grads = mirror.all_reduce("mean", grads)'
+        f"{listing(causes)}\n{ALL_REDUCE}"
     )
 
 

@@ -477,9 +477,10 @@ class Runner:
         else:
             program = StepProgram(analysis, call, self._executor)
         self._placer.accept_sharded(program.final)
-        warned, lone = self._steps.of(call.fn).warned, self._steps.lone(call.fn)
-        notes, n = analysis.notes, len(self.replicas)
+        step, lone = self._steps.of(call.fn), self._steps.lone(call.fn)
+        warned, notes, n = step.warned, analysis.notes, len(self.replicas)
         step_warnings.warn_about_proof(warned, call, notes, analysis.marks, n)
+        step_warnings.warn_about_drift(step, call, analysis, n)
         step_warnings.warn_about_lost_updates(warned, call, notes)
         step_warnings.warn_about_leaks(warned, call.fn)
         if self.on_new_step is not None:

@@ -30,6 +30,8 @@ class Step:
         layouts: The layout of the arguments, by their structure and types.
         depth: Index in `HOISTS` of the function that finds the nnx objects among the arguments.
         warned: Kinds of the warnings that were issued.
+        own_values: For each structure of arguments, the mirrored ones of which it returns new
+            values per replica, and why.
         variables: The variables that a trace has found to be used without being arguments.
     """
 
@@ -39,6 +41,7 @@ class Step:
         self.layouts: dict[Any, Layout] = {}
         self.depth = 0
         self.warned: set[str] = set()
+        self.own_values: dict[Any, dict[int, str]] = {}
         self.code = None if is_our_module(getattr(fn, "__module__", None)) else code_of(fn)
         self.variables: Sequence[Variable] = ()
         self._referenced: list[int] = []

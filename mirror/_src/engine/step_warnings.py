@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mirror._src.base.errors import describe
+from mirror._src.base.errors import describe, listing
 from mirror._src.base.naming import (
     argument_names,
     code_of,
@@ -17,9 +17,13 @@ from mirror._src.base.naming import (
     name_of,
 )
 from mirror._src.base.types import StepFunction
+from mirror._src.engine.analysis import Analysis
 from mirror._src.engine.call import Call
 from mirror._src.engine.closures import leaked_names
+from mirror._src.engine.donated_state import IF_INTENDED, own_values
+from mirror._src.engine.plan import ALL_REDUCE
 from mirror._src.engine.stale import is_time_to_look, stale_array
+from mirror._src.engine.step import Step
 from mirror._src.jaxprs.marks import Mark
 from mirror._src.jaxprs.proof import Notes
 
@@ -73,6 +77,23 @@ def warn_about_proof(
     for kind, text in texts.items():
         if _is_first(warned, kind):
             warnings.warn(text, stacklevel=depth_of_user())
+
+
+def warn_about_drift(step: Step, call: Call, analysis: Analysis, num_replicas: int) -> None:
+    """Warns about values per replica that the step has returned for mirrored arguments."""
+    if is_our_module(getattr(call.fn, "__module__", None)) or num_replicas == 1:
+        return
+    known = step.own_values.setdefault(call.layout.treedef, {})
+    causes = [known[i] for i in call.layout.per_replica if i in known]
+    results, _, _ = analysis.traced.split(analysis.marks)
+    known.update(own_values(call, analysis.traced, results, call.input_names))
+    if causes and _is_first(step.warned, "drift"):
+        warnings.warn(
+            f"{name_of(call.fn)} receives values that an earlier call has returned, and that "
+            f"differ between replicas, so that each replica trains on its own:\n{listing(causes)}"
+            f"\n{ALL_REDUCE}{IF_INTENDED}",
+            stacklevel=depth_of_user(),
+        )
 
 
 def warn_about_lost_updates(warned: set[str], call: Call, notes: Notes) -> None:
