@@ -26,11 +26,7 @@ class WeakTable(Generic[V]):
         self._on_drop = on_drop
 
     def get(self, fn: Function) -> V | None:
-        """Returns the value of a function, or None.
-
-        Raises:
-            TypeError: If the function is not hashable.
-        """
+        """Returns the value of a function, or None."""
         is_plain = type(fn) is FunctionType  # the common case, and fast
         return self._values.get(weakref.ref(fn) if is_plain else reference(fn))
 
@@ -86,8 +82,12 @@ class _Method:
         return owner is not None and owner is other._object()
 
 
-def reference(fn: Function, on_drop: Callable[[Any], None] | None = None) -> Hashable:
+def reference(fn: Any, on_drop: Callable[[Any], None] | None = None) -> Hashable:
     """Returns a weak reference to a function, equal for the same function."""
+    try:
+        hash(fn)
+    except TypeError:  # an object with `__call__`, such as a dataclass
+        fn = fn.__call__
     try:
         if isinstance(fn, MethodType):
             return _Method(fn, on_drop)

@@ -151,10 +151,7 @@ class Runner:
         kwargs: dict[str, Any],
         donate_argnums: tuple[int, ...],
     ) -> Any:
-        try:
-            step = self._steps.get(fn) or self._steps.of(fn)
-        except TypeError:  # not hashable: rejected later
-            step = Step(fn)
+        step = self._steps.get(fn) or self._steps.of(fn)
         placed: list[Any] | None = None
         found: tuple[Any, StepProgram] | None = None
         reshards = False
@@ -344,10 +341,7 @@ class Runner:
         return self._step_of(fn).captured(fn)
 
     def _step_of(self, fn: StepFunction) -> Step:
-        try:
-            return self._steps.of(fn)
-        except TypeError:  # not hashable: rejected later
-            return Step(fn)
+        return self._steps.of(fn)
 
     def _flatten(self, fn: StepFunction, tree: Any, step: Step) -> tuple[list[Any], Layout]:
         leaves, treedef = jax.tree.flatten(tree)

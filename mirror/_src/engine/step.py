@@ -94,11 +94,7 @@ class Steps:
         self._lone: WeakTable[_Lone] = WeakTable()
 
     def of(self, fn: StepFunction) -> Step:
-        """Returns the step of a function.
-
-        Raises:
-            TypeError: If the function is not hashable.
-        """
+        """Returns the step of a function."""
         return self.get(fn) or self._steps.set_default(fn, Step(fn))
 
     def lone(self, fn: StepFunction) -> _Lone | None:

@@ -167,8 +167,7 @@ def verify(
     names = object_names(fn, arguments.tree, [*arguments.objects, *captured], captured)
     num_replicas = len(many.replicas)
     saved = copy_of(captured)
-    with contextlib.suppress(TypeError):  # not hashable: rejected below
-        many.warned(fn).add(DIFFERENT)  # the report says it
+    many.warned(fn).add(DIFFERENT)  # the report says it
     try:
         before = variables_of([*objects, *captured], names)
         results = many.run(fn, *with_objects(arguments.tree, objects))

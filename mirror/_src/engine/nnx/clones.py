@@ -11,7 +11,7 @@ from flax import nnx
 from mirror._src.base.errors import listing
 from mirror._src.base.types import Array
 from mirror._src.engine.nnx.paths import Path, nodes, read_at
-from mirror._src.engine.nnx.structure import Structure, VariableSlot
+from mirror._src.engine.nnx.structure import Structure, VariableSlot, is_equal
 
 _DYNAMIC = (nnx.Pytree, nnx.Variable, jax.Array, np.ndarray, dict, list, tuple)
 
@@ -75,6 +75,12 @@ class ReplicaCopies:
                 f"self.{attribute} = nnx.Variable(jnp.zeros(())), and assign to it in a step: "
                 f"{names[0]}[...] = value."
             ) from None
+        if after.unhashed != self.structure.unhashed:
+            raise ValueError(
+                f"{step_name} changed {', '.join({each.name for each in after.unhashed})} of a "
+                "model, which is no variable. A step is traced, so it would change once and not "
+                "in every call. Store what changes in an nnx.Variable."
+            )
         changes = [f"{slot.name(roots)} {how}" for slot, how in _changes(self.structure, after)]
         if changes:
             raise ValueError(
@@ -107,18 +113,9 @@ class ReplicaCopies:
         for path, node in self._nodes.items():
             before = self._statics[path]
             for name, value in _statics(node).items():
-                if name not in before or not _is_equal(before[name], value):
+                if name not in before or not is_equal(before[name], value):
                     changes.append((path, name, value))
         return changes
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    try:
-        return bool(a == b)
-    except Exception:
-        return False
 
 
 def _statics(node: nnx.Pytree) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from flax import nnx
 from mirror._src.devices.transfer import any_deleted
 from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.engine.nnx.paths import Path, follow, holder_at, nodes, put, read_holder
-from mirror._src.engine.nnx.structure import Structure
+from mirror._src.engine.nnx.structure import Structure, is_equal
 from mirror._src.engine.per_replica import held_by, is_per_replica, per_replica
 from mirror._src.engine.raw_value import read_value, write_value
 
@@ -53,6 +53,7 @@ class Record:
         self._nodes = [vars(node) for _, node in nodes(objects)]
         self._nodes += [d for _, d in nnx.iter_graph(tuple(objects)) if isinstance(d, dict)]
         self._seen = self._attributes()
+        self._unhashed = structure.unhashed
 
     def _attributes(self) -> list[Any]:
         """Returns the names and values of all attributes; runs in C, for hundreds of nodes."""
@@ -66,6 +67,8 @@ class Record:
         """
         now = self._attributes()
         if len(now) != len(self._seen) or not all(map(operator.is_, now, self._seen)):
+            return None
+        if not all(is_equal(each.value, each.copy) for each in self._unhashed):
             return None
         if self._all_variables:
             values = list(map(read_value, self._variables))

@@ -1,5 +1,8 @@
 """`Structure`: the structure of nnx objects, without their values."""
 
+import contextlib
+import copy
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -64,12 +67,26 @@ class MetricSlots(NamedTuple):
     positions: dict[str, int]
 
 
+class Snapshot(NamedTuple):
+    """A static attribute that has no hash, such as a list, and a copy: it may change in place."""
+
+    name: str
+    value: Any
+    copy: Any
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Snapshot) and is_equal(self.copy, other.copy)
+
+
 class Structure:
     """The structure of nnx objects without their values.
 
     Attributes:
         key: Equal for equal structures.
-        graphdef: Flax's graph definition of the objects.
+        unhashed: The static attributes that have no hash.
         state_def: Structure of the state, to rebuild the objects from leaves.
         slots: The holders of arrays, in the order of the leaves.
         treedef: Structure of the values of all slots. A slot has one leaf, unless it is a variable
@@ -81,8 +98,9 @@ class Structure:
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:
-        self.graphdef: Any
-        self.graphdef, state = nnx.split(tuple(objects))
+        graphdef, state = nnx.split(tuple(objects))
+        self.unhashed: list[Snapshot] = []
+        self._graphdef: Any = self._with_snapshots(graphdef)
         flat: list[tuple[Any, Any]] = list(nnx.to_flat_state(state))
         self.slots = tuple(
             VariableSlot(path, _kind(value), is_on_read(value)) for path, value in flat
@@ -108,8 +126,34 @@ class Structure:
         self.is_own = [slot.is_own for slot in self.leaf_slots]
         self.has_own = any(self.is_own)
         self.metrics = _metrics(objects, self.leaf_slots)
-        self.key = (self.graphdef, self.treedef, tuple(s.path for s in self.slots))
-        hash(self.key)  # raises if a static attribute has no hash
+        self.key = (self._graphdef, self.treedef, tuple(s.path for s in self.slots))
+
+    def _with_snapshots(self, graphdef: Any) -> Any:
+        """Returns a graph definition that has a hash.
+
+        Raises:
+            TypeError: If a static attribute is traced, or has no hash and cannot be compared.
+        """
+        attributes = list(graphdef.attributes)
+        for i, (name, static) in enumerate(attributes):
+            try:
+                hash(static)
+            except TypeError:
+                if isinstance(static.value, jax.core.Tracer):
+                    raise
+                self.unhashed.append(_snapshot(name, static.value))
+                attributes[i] = name, type(static)(self.unhashed[-1])
+        return dataclasses.replace(graphdef, attributes=attributes)
+
+    @property
+    def graphdef(self) -> Any:
+        """Flax's graph definition of the objects, with new copies of attributes without a hash."""
+        attributes = [
+            (name, type(x)(_copied(static.copy)) if isinstance(static, Snapshot) else x)
+            for name, x in self._graphdef.attributes
+            for static in [getattr(x, "value", None)]
+        ]
+        return dataclasses.replace(self._graphdef, attributes=attributes)
 
     def names(self, roots: Sequence[str]) -> list[str]:
         """Returns the user's name for each leaf.
@@ -131,6 +175,42 @@ def _metrics(objects: Sequence[Any], slots: Sequence[VariableSlot]) -> list[Metr
         MetricSlots(type(metrics[path]), merge_rule(metrics[path]), positions)
         for path, positions in by_path.items()
     ]
+
+
+def _copied(value: Any) -> Any:
+    """Returns a copy with the same objects inside, except for those without a hash."""
+    try:
+        hash(value)
+    except TypeError:
+        if isinstance(value, list | tuple | dict):
+            return jax.tree.map(_copied, value, is_leaf=lambda x: x is not value)
+        new = copy.copy(value)
+        if not isinstance(value, set):
+            vars(new).update({name: _copied(x) for name, x in vars(value).items()})
+        return new
+    return value
+
+
+def _snapshot(name: Any, value: Any) -> Snapshot:
+    with contextlib.suppress(Exception):
+        snapshot = Snapshot(str(name), value, _copied(value))
+        if is_equal(value, snapshot.copy):
+            return snapshot
+    raise TypeError(
+        f"{name} of a model is {describe(value)}, which has no hash and does not equal a copy, so "
+        "mirror could not notice that it changes. Make it hashable, such as a tuple or a "
+        "dataclass with frozen=True."
+    )
+
+
+def is_equal(a: Any, b: Any) -> bool:
+    """Whether two static values are the same or equal; False if they cannot be compared."""
+    if a is b:
+        return True
+    try:
+        return bool(a == b)
+    except Exception:
+        return False
 
 
 def _kind(holder: Any) -> type:
