@@ -396,6 +396,19 @@ def test_save_rejects_unusable_directories(tmp_path):
         a_trainer().save(tmp_path / "file")
 
 
+class TwoNames(nnx.Module):
+    def __init__(self):
+        self.b = nnx.Dict({"c.d": nnx.Param(jnp.ones(2)), "c": nnx.Dict(d=nnx.Param(jnp.zeros(2)))})
+
+
+def test_save_rejects_two_arrays_with_one_name(tmp_path):
+    """One would replace the other."""
+    trainer = a_trainer(lambda rngs: TwoNames())
+    with raises(ValueError, names="model.b.c.d"):
+        trainer.save(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 # these steps of 100, a crash, and the rest
 
 RESUMED = {  # options of the trainer, and the step to crash after

@@ -28,12 +28,21 @@ def read(objects: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `{"model.out.kernel": array}`, with aggregated values of `"on_read"` variables.
 
     Aggregating is a collective, which every process must take part in.
+
+    Raises:
+        ValueError: If two arrays have one name.
     """
-    return {
-        name + keystr(inside): _as_on_devices(value)
-        for name, holder in _places(objects)
-        for inside, value in jax.tree_util.tree_leaves_with_path(value_of(holder))
-    }
+    arrays: dict[str, Any] = {}
+    for path, holder in _places(objects):
+        for inside, value in jax.tree_util.tree_leaves_with_path(value_of(holder)):
+            name = path + keystr(inside)
+            if name in arrays:
+                raise ValueError(
+                    f"Two arrays have the name {name} in a checkpoint, which joins the names of "
+                    "attributes and keys with dots. Rename one."
+                )
+            arrays[name] = _as_on_devices(value)
+    return arrays
 
 
 def described(objects: Mapping[str, Any]) -> dict[str, str]:
