@@ -81,6 +81,7 @@ def test_order_depends_only_on_seed_and_epoch():
 def test_epochs_are_in_order_without_shuffle():
     data = mirror.data.from_arrays(np.arange(6), 4)
     assert rows_of(data) == rows_of(data) == [[0, 1, 2, 3], [4, 5]]
+    assert rows_of(mirror.data.from_arrays(np.arange(6), np.int64(4))) == rows_of(data)
 
 
 def test_set_epoch_sets_the_next_epoch():

@@ -197,7 +197,7 @@ def from_arrays(
         TypeError: If a leaf is not an array of numbers, `batch_size` or `seed` is not an int, or
             `shard` is not a pair of ints.
     """
-    if hasattr(batch_size, "shape"):
+    if getattr(batch_size, "shape", ()):
         fix = "Pass all arrays as one tree: from_arrays({'x': x, 'y': y}, batch_size=32)."
         raise TypeError(expected("batch_size", batch_size, "a positive integer", fix))
     return ArrayDataset(
