@@ -77,17 +77,17 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(1015, 24, 14),
+    "base": Size(1019, 24, 14),
     "devices": Size(2138, 25, 26),
     "cluster": Size(1114, 9, 20),
     "jaxprs": Size(3139, 25, 30),
     "passes": Size(2634, 21, 34),
-    "engine": Size(5296, 56, 69),
-    "inspection": Size(2122, 17, 23),
+    "engine": Size(5347, 56, 70),
+    "inspection": Size(2121, 17, 23),
     "data": Size(1441, 13, 28),
     "keras": Size(558, 7, 8),
     "strategy": Size(997, 8, 8),
-    "training": Size(5480, 38, 64),
+    "training": Size(5486, 38, 64),
     "ps": Size(3740, 20, 72),
     "tools": Size(3173, 41, 33),
 }

@@ -830,6 +830,27 @@ _OF_RUN = (
         likely="structure",
     ),
     Fault(
+        "a list of a model that changes in place",
+        f"{_RUN}/nnx/record.py",
+        "        if not all(is_equal(each.value, each.copy) for each in self._unhashed):\n",
+        "        if False:\n",
+        ("tests/engine/test_unhashed_attributes.py",),
+    ),
+    Fault(
+        "a list that two models share",
+        f"{_RUN}/nnx/structure.py",
+        "(_copied(static.copy))",
+        "(static.value)",
+        ("tests/engine/test_unhashed_attributes.py",),
+    ),
+    Fault(
+        "a list of a model that a step changes",
+        f"{_RUN}/nnx/clones.py",
+        "        if after.unhashed != self.structure.unhashed:\n",
+        "        if False:\n",
+        ("tests/engine/test_unhashed_attributes.py",),
+    ),
+    Fault(
         "one buffer in two variables",
         f"{_RUN}/nnx/table.py",
         "is_ready = is_placed and taken.isdisjoint(buffers_of(leaf))",
@@ -1629,6 +1650,14 @@ _OF_CHECKPOINTS = (
         "            pass\n",
         ("tests/training/test_checkpoints.py",),
         likely="error",
+    ),
+    Fault(
+        "two arrays with one name",
+        f"{_CHECKPOINTS}/snapshot.py",
+        "            if name in arrays:\n",
+        "            if False:\n",
+        ("tests/training/test_resume.py",),
+        likely="two_arrays",
     ),
     Fault(
         "two processes that write to one directory",
