@@ -78,8 +78,8 @@ class ReplicaCopies:
         if after.unhashed != self.structure.unhashed:
             raise ValueError(
                 f"{step_name} changed {', '.join({each.name for each in after.unhashed})} of a "
-                "model, which is no variable. A step is traced, so it would change once and not "
-                "in every call. Store what changes in an nnx.Variable."
+                "model, which is not a variable. A step is traced, so it would change once, not in "
+                "every call. Store numbers that change in an nnx.Variable."
             )
         changes = [f"{slot.name(roots)} {how}" for slot, how in _changes(self.structure, after)]
         if changes:
