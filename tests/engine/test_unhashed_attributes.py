@@ -106,8 +106,11 @@ def test_step_must_not_change_them(two):
     def sets(model):
         model.config = [4.0]
 
+    def unsets(model):
+        model.config = None
+
     model = Scaled([2.0])
-    for changes in (appends, sets):
+    for changes in (appends, sets, unsets):
         with raises(ValueError, names=[changes.__name__, "config"], fix="nnx.Variable"):
             two.run(changes, (model,))
         assert model.config == [2.0]

@@ -76,10 +76,11 @@ class ReplicaCopies:
                 f"{names[0]}[...] = value."
             ) from None
         if after.unhashed != self.structure.unhashed:
+            names = sorted({x.name for x in {*after.unhashed} ^ {*self.structure.unhashed}})
             raise ValueError(
-                f"{step_name} changed {', '.join({each.name for each in after.unhashed})} of a "
-                "model, which is not a variable. A step is traced, so it would change once, not in "
-                "every call. Store numbers that change in an nnx.Variable."
+                f"{step_name} changed {', '.join(names)} of a model, which is not a variable. A "
+                "step is traced, so it would change once, not in every call. Store numbers that "
+                "change in an nnx.Variable."
             )
         changes = [f"{slot.name(roots)} {how}" for slot, how in _changes(self.structure, after)]
         if changes:
