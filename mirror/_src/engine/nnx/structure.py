@@ -205,10 +205,8 @@ def _snapshot(name: Any, value: Any) -> Snapshot:
 
 def is_equal(a: Any, b: Any) -> bool:
     """Whether two static values are the same or equal; False if they cannot be compared."""
-    if a is b:
-        return True
     try:
-        return bool(a == b)
+        return a is b or bool(a == b)
     except Exception:
         return False
 
