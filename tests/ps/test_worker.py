@@ -252,6 +252,16 @@ def test_objects_that_servers_cannot_hold_are_rejected():
         TrainingObjects(model, nnx.Optimizer(model, TX, wrt=nnx.BatchStat))
 
 
+def test_objects_notice_a_list_that_changes_in_place():
+    """Workers have a copy."""
+    model = Net(nnx.Rngs(0))
+    model.sizes = [1]
+    objects = TrainingObjects(model, nnx.Optimizer(model, TX, wrt=nnx.Param))
+    assert objects.has_same_structure()
+    model.sizes.append(2)
+    assert not objects.has_same_structure()
+
+
 def test_objects_are_written_as_they_are_read(subtests):
     for row, tx in enumerate(
         [

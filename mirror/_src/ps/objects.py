@@ -13,6 +13,7 @@ from mirror._src.base.dtypes import keys_like
 from mirror._src.base.errors import describe, listing
 from mirror._src.base.types import PyTree
 from mirror._src.devices.transfer import move
+from mirror._src.engine.nnx.structure import with_copies, with_snapshots
 from mirror._src.engine.variable import Variable
 from mirror._src.ps.placement import Leaf, Placement, rows
 from mirror._src.ps.sparse import ServerRows
@@ -237,7 +238,7 @@ class TrainingObjects:
         self.model, self.optimizer = model, optimizer
         graphdef: Any
         graphdef, state = nnx.split(model)
-        self._graphdef = graphdef
+        self._graphdef, _ = with_snapshots(graphdef)
         trained = {path for path, _ in nnx.to_flat_state(nnx.state(model, optimizer.wrt))}
         flat = nnx.to_flat_state(state)
         self._paths: dict[str, Path] = {".".join(map(str, path)): path for path, _ in flat}
@@ -288,14 +289,15 @@ class TrainingObjects:
             copy: Any = nnx.merge(*nnx.split(self.model))
             for name in self.tables:
                 _replace(copy, self._paths[name], nnx.Param(jnp.zeros(0)))
-            graphdef = nnx.split(copy)[0]
+            graphdef, _ = with_snapshots(nnx.split(copy)[0])
+        graphdef = with_copies(graphdef)
         return ModelDefinition(
             *(graphdef, self._paths, local, self.optimizer.wrt, placement, id_functions)
         )
 
     def has_same_structure(self) -> bool:
         """Whether the model still has the structure that it had at first."""
-        return bool(nnx.split(self.model)[0] == self._graphdef)
+        return bool(with_snapshots(nnx.split(self.model)[0])[0] == self._graphdef)
 
     def arrays(self) -> list[Any]:
         """Returns the arrays of model and optimizer as they are; equal lists mean no change."""

@@ -11,7 +11,7 @@ from flax import nnx
 from mirror._src.base.errors import listing
 from mirror._src.base.types import Array
 from mirror._src.engine.nnx.paths import Path, nodes, read_at
-from mirror._src.engine.nnx.structure import Structure, VariableSlot, is_equal
+from mirror._src.engine.nnx.structure import Structure, VariableSlot, is_equal, with_copies
 
 _DYNAMIC = (nnx.Pytree, nnx.Variable, jax.Array, np.ndarray, dict, list, tuple)
 
@@ -39,7 +39,7 @@ class ReplicaCopies:
             for i, (slot, leaf) in enumerate(zip(structure.leaf_slots, leaves, strict=True))
         ]
         state = structure.state_def.unflatten(replica_leaves)
-        self.objects = nnx.merge(structure.graphdef, state)
+        self.objects = nnx.merge(with_copies(structure.graphdef), state)
         self._nodes = dict(nodes(self.objects))
         self._statics = {path: _statics(node) for path, node in self._nodes.items()}
 

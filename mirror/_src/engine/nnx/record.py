@@ -68,7 +68,7 @@ class Record:
         now = self._attributes()
         if len(now) != len(self._seen) or not all(map(operator.is_, now, self._seen)):
             return None
-        if not all(is_equal(each.value, each.copy) for each in self._unhashed):
+        if self._unhashed and not all(is_equal(x.value, x.copy) for x in self._unhashed):
             return None
         if self._all_variables:
             values = list(map(read_value, self._variables))

@@ -86,6 +86,7 @@ class Structure:
 
     Attributes:
         key: Equal for equal structures.
+        graphdef: Flax's graph definition of the objects; see `with_snapshots`.
         unhashed: The static attributes that have no hash.
         state_def: Structure of the state, to rebuild the objects from leaves.
         slots: The holders of arrays, in the order of the leaves.
@@ -99,8 +100,7 @@ class Structure:
 
     def __init__(self, objects: Sequence[Any]) -> None:
         graphdef, state = nnx.split(tuple(objects))
-        self.unhashed: list[Snapshot] = []
-        self._graphdef: Any = self._with_snapshots(graphdef)
+        self.graphdef, self.unhashed = with_snapshots(graphdef)
         flat: list[tuple[Any, Any]] = list(nnx.to_flat_state(state))
         self.slots = tuple(
             VariableSlot(path, _kind(value), is_on_read(value)) for path, value in flat
@@ -126,34 +126,7 @@ class Structure:
         self.is_own = [slot.is_own for slot in self.leaf_slots]
         self.has_own = any(self.is_own)
         self.metrics = _metrics(objects, self.leaf_slots)
-        self.key = (self._graphdef, self.treedef, tuple(s.path for s in self.slots))
-
-    def _with_snapshots(self, graphdef: Any) -> Any:
-        """Returns a graph definition that has a hash.
-
-        Raises:
-            TypeError: If a static attribute is traced, or has no hash and cannot be compared.
-        """
-        attributes = list(graphdef.attributes)
-        for i, (name, static) in enumerate(attributes):
-            try:
-                hash(static)
-            except TypeError:
-                if isinstance(static.value, jax.core.Tracer):
-                    raise
-                self.unhashed.append(_snapshot(name, static.value))
-                attributes[i] = name, type(static)(self.unhashed[-1])
-        return dataclasses.replace(graphdef, attributes=attributes)
-
-    @property
-    def graphdef(self) -> Any:
-        """Flax's graph definition of the objects, with new copies of attributes without a hash."""
-        attributes = [
-            (name, type(x)(_copied(static.copy)) if isinstance(static, Snapshot) else x)
-            for name, x in self._graphdef.attributes
-            for static in [getattr(x, "value", None)]
-        ]
-        return dataclasses.replace(self._graphdef, attributes=attributes)
+        self.key = (self.graphdef, self.treedef, tuple(s.path for s in self.slots))
 
     def names(self, roots: Sequence[str]) -> list[str]:
         """Returns the user's name for each leaf.
@@ -189,6 +162,34 @@ def _copied(value: Any) -> Any:
             vars(new).update({name: _copied(x) for name, x in vars(value).items()})
         return new
     return value
+
+
+def with_snapshots(graphdef: Any) -> tuple[Any, list[Snapshot]]:
+    """Returns a graph definition that has a hash, and its snapshots.
+
+    Raises:
+        TypeError: If a static attribute is traced, or has no hash and cannot be compared.
+    """
+    attributes, snapshots = list(graphdef.attributes), list[Snapshot]()
+    for i, (name, static) in enumerate(attributes):
+        try:
+            hash(static)
+        except TypeError:
+            if isinstance(static.value, jax.core.Tracer):
+                raise
+            snapshots.append(_snapshot(name, static.value))
+            attributes[i] = name, type(static)(snapshots[-1])
+    return dataclasses.replace(graphdef, attributes=attributes), snapshots
+
+
+def with_copies(graphdef: Any) -> Any:
+    """Returns a graph definition with new copies of attributes in place of the snapshots."""
+    attributes = [
+        (name, type(x)(_copied(static.copy)) if isinstance(static, Snapshot) else x)
+        for name, x in graphdef.attributes
+        for static in [getattr(x, "value", None)]
+    ]
+    return dataclasses.replace(graphdef, attributes=attributes)
 
 
 def _snapshot(name: Any, value: Any) -> Snapshot:
