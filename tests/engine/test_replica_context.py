@@ -293,6 +293,29 @@ def test_collectives_support_trees_dtypes_and_gradients(pair):
     np.testing.assert_array_equal(slope, [2 * 2 * 3 + 2, 2 * 3 * 3 + 20])
 
 
+USES_OF_THE_AXIS = {
+    "all_reduce": lambda row: context().all_reduce("sum", row),
+    "all_gather": lambda row: context().all_gather(row),
+    "replica_id": lambda row: row + replica_id(),
+    "fold_in": lambda row: row + jax.random.normal(context().fold_in(jax.random.key(0))),
+}
+
+
+def of_rows(x, use, axis):
+    return jax.vmap(use, axis_name=axis)(x)
+
+
+@rows("name", list(USES_OF_THE_AXIS))
+def test_axis_that_hides_the_replicas_is_rejected(two, name):
+    """The rows of one replica would be reduced."""
+    use = USES_OF_THE_AXIS[name]
+    x = jnp.ones((3, 2))
+    names = [f"'{mirror.REPLICA_AXIS}'", "jax.vmap"]
+    with raises(ValueError, names=names, values=["2 replicas", 3], fix="axis_name='rows'"):
+        two.run(of_rows, (x, use, mirror.REPLICA_AXIS))
+    two.run(of_rows, (mirror.PerReplica([x, x]), use, "rows"))
+
+
 @rows("pair", Made(EXECUTORS))
 def test_collectives_work_in_uniform_loops_and_branches(pair):
     v = variable(2.0, "sum")

@@ -522,6 +522,30 @@ def test_resume_detects_other_data(tmp_path):
         fit(trainer, 4, data=list(shuffled())[:5])
 
 
+OTHER_ROWS = {
+    "seed": lambda: mirror.data.from_arrays(arrays(), SIZE, shuffle=True, seed=4),
+    "not shuffled": lambda: mirror.data.from_arrays(arrays(), SIZE),
+    "fewer": lambda: mirror.data.from_arrays(
+        {name: x[:90] for name, x in arrays().items()}, SIZE, shuffle=True, seed=3
+    ),
+}
+
+
+def test_resume_detects_rows_in_another_order(subtests, tmp_path):
+    """Or the rest of the epoch would have some examples again, and others not at all."""
+    trainer = crashed(20, tmp_path)
+    for name, other in OTHER_ROWS.items():
+        with subtests.test(msg=name):
+            trainer.restore(tmp_path)
+            with raises(ValueError, values=[80, "98 rows", "seed 3"], fix="initial_epoch=0"):
+                fit(trainer, 1, data=other())
+            assert fit(trainer, 1, data=other(), initial_epoch=0).epochs == [0]
+    trainer.restore(tmp_path)
+    same_rows = mirror.data.from_arrays(arrays(), 2 * SIZE, shuffle=True, seed=3)
+    fit(trainer, 1, data=same_rows)
+    assert trainer.optimizer.step[...] == 20 + 3
+
+
 def far(model, batch):
     return loss_fn(model, batch)[0], {"far": model(batch["x"]) > batch["y"]}
 

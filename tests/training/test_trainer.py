@@ -507,6 +507,19 @@ def test_fit_keeps_the_mode_and_evaluate_uses_evaluation_mode(two):
     assert second["val_loss"] == [trainer.evaluate(batches())["loss"]] != second["loss"]
 
 
+def test_metric_with_a_name_of_the_validation_is_rejected(two):
+    """The value of the validation would replace its own in the history."""
+
+    def loss_fn(model, batch):
+        losses, _ = squares(model, batch)
+        return losses, {"error": losses, "val_error": losses}
+
+    trainer = line(two, loss_fn=loss_fn)
+    assert "val_error" in fit(trainer, batches())
+    with raises(ValueError, names=["'val_error'", "'error'", "validation_data"], fix="Rename it"):
+        fit(trainer, batches(), validation_data=batches())
+
+
 def test_verify_compares_with_one_device_without_changes(two):
     trainer = line(two, accumulate_steps=2)
     state = state_of(trainer)

@@ -115,9 +115,14 @@ class ArrayDataset(Generic[B]):
         """
         if self.shard is None:
             return ""
-        shuffled = f"shuffled with seed {self._seed}, epoch {self._epoch}"
-        batches = f"{len(self)} batches of {self.batch_size} from {self.num_examples} rows"
-        return f"{batches}, {shuffled if self._shuffle else 'not shuffled'}"
+        epoch = f", epoch {self._epoch}" if self._shuffle else ""
+        return f"{len(self)} batches of {self.batch_size} from {self.rows}{epoch}"
+
+    @property
+    def rows(self) -> str:
+        """The rows and their order in all epochs, for messages: the same for any batch size."""
+        shuffled = f"shuffled with seed {self._seed}" if self._shuffle else "not shuffled"
+        return f"{self.num_examples} rows, {shuffled}"
 
     def _order(self, epoch: int) -> np.ndarray:
         """Returns the row numbers of an epoch, in the order in which they are used."""

@@ -100,6 +100,12 @@ class ReplicaContext:
                 "This ReplicaContext is no longer valid because its step has finished. Call "
                 "mirror.get_replica_context() inside every step."
             )
+        if self._in_step and (size := jax.lax.axis_size(self._axis_name)) != self._num_replicas:
+            raise ValueError(
+                f"The axis {self._axis_name!r} of the {counted(self._num_replicas, 'replica')} is "
+                f"hidden by an axis of size {size} with this name, such as of jax.vmap. Choose "
+                "another one there: jax.vmap(f, axis_name='rows')."
+            )
 
     if not TYPE_CHECKING:  # A type checker would accept any attribute.
 

@@ -308,13 +308,24 @@ class FitLoop:
 
     def _after_step(self, batch: PaddedBatch, sums: Sums) -> None:
         """Counts a launch, and calls `on_step` of the callbacks."""
-        self.metrics = tuple(in_order(sums.totals))
         self.position.advance(batch.num_batches, batch.num_examples, sums, batch.state)
+        if not self.metrics:
+            self.metrics = tuple(in_order(sums.totals))
+            self._require_other_names()
         if self._keeps_batches is None:  # to find NaN in them; large ones would need memory
             self._keeps_batches = bytes_of(batch) <= _MOST_KEPT_BYTES
         if self._keeps_batches:
             self._batches.append((self.position.step, batch))
         self._call("on_step")
+
+    def _require_other_names(self) -> None:
+        """Rejects a metric with the name of a metric of the validation."""
+        of_validation = {f"val_{name}" for name in self.metrics if self.has_validation}
+        if taken := sorted(of_validation.intersection(self.metrics)):
+            raise ValueError(
+                f"The metric {taken[0]!r} of the loss function has the name that "
+                f"{taken[0].removeprefix('val_')!r} has for `validation_data`. Rename it."
+            )
 
     def collect(self, *, running: int = 0) -> None:
         """Calls `on_metrics` of the callbacks for launches that have finished.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, final
 import jax
 
 from mirror._src.base import interrupts
-from mirror._src.base.errors import require_int
+from mirror._src.base.errors import counted, require_int
 from mirror._src.base.naming import depth_of_user
 from mirror._src.devices.launch import wait_for
 from mirror._src.devices.replicas import ReplicaDevices
@@ -195,6 +195,7 @@ class Position:
         history: Metrics of the completed epochs.
         callbacks: States of the callbacks, by name.
         bits: With `replicas=`, what else decides the bits of the weights; see `bits_of`.
+        data: The rows of in-memory data and their order; empty for other data.
         loader: States of the data loader after these examples, one per process with a local input;
             None if it has none. Only the chief knows the states of others.
     """
@@ -208,6 +209,7 @@ class Position:
         """Starts a new training of the same model."""
         self.epoch = self.passes = epoch
         self.epoch_step = self.samples = 0
+        self.data = ""
         self.loader: Sequence[Any] | None = None
         self.meter, self.history = MetricAccumulator(), History()
         self.callbacks: dict[str, Any] = {}
@@ -222,6 +224,21 @@ class Position:
         self.epoch_step += num_steps
         self.samples += num_examples
         self.meter.add(self.step, sums, before)
+
+    def read_from(self, data: str) -> None:
+        """Notes the data that the next passes read.
+
+        Raises:
+            ValueError: If the rest of this pass would be rows in another order.
+        """
+        if self.samples and data and self.data not in ("", data):
+            raise ValueError(
+                f"The epoch to resume has used {counted(self.samples, 'example')} of {self.data}, "
+                f"but the data are {data}, so that some examples would be used twice, and others "
+                "not at all. Pass the same data, seed, shuffle and validation_split, or start the "
+                f"epoch again: trainer.fit(..., initial_epoch={self.epoch})."
+            )
+        self.data = data
 
     def drop_failed(self) -> None:
         """Returns to the position before the first launch that failed, if one has."""
@@ -254,6 +271,7 @@ class Position:
             "history": self.history.to_dict(),
             "callbacks": self.callbacks,
             "bits": self.bits,
+            "data": self.data,
             "loader": self.loader,
         }
 
@@ -264,7 +282,7 @@ class Position:
         Raises:
             ValueError: If it is not the result of `to_dict`.
         """
-        position, state = cls(), {"loader": None, **state}
+        position, state = cls(), {"loader": None, "data": "", **state}
         for name in _COUNTS:
             count = state.get(name)
             if type(count) is not int or not 0 <= count < _MOST_COUNT:
@@ -347,6 +365,7 @@ _PARTS: dict[str, Callable[[Any], Any]] = {
     "history": History.from_dict,
     "callbacks": _callbacks,
     "bits": _strings,
+    "data": str,
     "loader": _loader,
 }
 

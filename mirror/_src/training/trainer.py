@@ -20,6 +20,7 @@ from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.types import PyTree
 from mirror._src.base.unknown_names import unknown_attribute
 from mirror._src.cluster.store import barrier
+from mirror._src.data.arrays import ArrayDataset
 from mirror._src.data.distribute import DistributedDataset
 from mirror._src.data.padded import PaddedBatch
 from mirror._src.inspection.memory_report import MemoryReport
@@ -438,6 +439,7 @@ class Trainer(Generic[M]):
         )
         if steps_per_epoch is None:
             require_end("data", training, "Pass trainer.fit(..., steps_per_epoch=100).")
+        position.read_from(training.rows if isinstance(training, ArrayDataset) else "")
         validation = Validation(held_out, validation_steps)
         distributed = self._distributed(training)
         if self._micro_batch is not None:
