@@ -78,10 +78,10 @@ from mirror._src.keras import step_function as keras_steps
 from mirror._src.ps import driver_thread, ray_cluster, server, tethered
 from mirror._src.ps.objects import TrainingObjects
 from mirror._src.ps.sparse import SparseTables
-from mirror._src.ps.strategy import ServerScope
 from mirror._src.ps.variables import ServerVariable
 from mirror._src.strategy import multi_worker
 from mirror._src.strategy import strategy as strategy_base
+from mirror._src.strategy.scope import Scope
 from mirror._src.tools import asserts, job, supervisor
 from mirror._src.tools import builtin_steps as cli_builtin_steps
 from mirror._src.tools import devices as cli_devices
@@ -265,9 +265,9 @@ def replica_devices() -> type[ReplicaDevices]:
     return ReplicaDevices
 
 
-def server_scope(name: str, strategy: mirror.Strategy) -> ServerScope:
+def server_scope(name: str, strategy: mirror.Strategy) -> Scope[str]:
     """The scope of parameter servers: publicly, it needs a cluster of Ray."""
-    return ServerScope(name, strategy)
+    return Scope(name, strategy._replicas, strategy)
 
 
 def connection_to_ray() -> ray_cluster.Connection:

@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,6 @@ from mirror._src.base.unknown_names import unknown_attribute
 from mirror._src.cluster.cluster import ClusterSpec, Jobs
 from mirror._src.cluster.resolvers import ClusterResolver
 from mirror._src.devices import backend
-from mirror._src.engine.scopes import Frame, pop_frame, push_frame
 from mirror._src.ps import ray_cluster
 from mirror._src.ps.driver_thread import DriverThread
 from mirror._src.ps.engine import RayEngine
@@ -34,39 +33,6 @@ from mirror._src.strategy.mirrored import OneDeviceStrategy
 from mirror._src.strategy.scope import Scope
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.runners import RemoteStrategy, StepRunner, Training
-
-S = TypeVar("S")
-
-
-@final
-class ServerScope(Generic[S]):
-    """Context manager of `ParameterServerStrategy.scope()`; it is reentrant and reusable.
-
-    Arrays are created as in the scope of a local strategy with one replica.
-    """
-
-    def __init__(self, strategy: S, local: Strategy) -> None:
-        self._strategy, self._local = strategy, local
-        self._open: list[Scope[Strategy]] = []
-
-    def __enter__(self) -> S:
-        scope = self._local.scope()
-        scope.__enter__()
-        self._open.append(scope)
-        push_frame(Frame(self._local, devices=self._local._replicas, shown_as=self._strategy))
-        return self._strategy
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            # With this frame: it rejects Keras models that were created in the scope.
-            self._open.pop().__exit__(kind, error, trace)
-        finally:
-            pop_frame()
 
 
 @set_module("mirror.ps")
@@ -218,13 +184,13 @@ class ParameterServerStrategy(RemoteStrategy):
         """The most updates between reading values and applying their gradient; None: any number."""
         return self._staleness
 
-    def scope(self) -> ServerScope[Self]:
+    def scope(self) -> Scope[Self]:
         """Returns a context manager in which `mirror.get_strategy()` returns this strategy.
 
         Create model and optimizer in it, as with `MirroredStrategy`. They are on one device of
         the main program; the first scheduled step loads them onto the servers.
         """
-        return ServerScope(self, self._local)
+        return Scope(self, self._local._replicas, self._local)
 
     @api_boundary
     def Variable(self, value: Any, name: str | None = None) -> ServerVariable:

@@ -20,15 +20,24 @@ from mirror._src.engine.scopes import (
 )
 from mirror._src.keras.hooks import enter_scope, exit_scope
 
-S = TypeVar("S", bound=ReplicaGroup)
+S = TypeVar("S")
 
 
 @final
 class Scope(Generic[S]):
-    """Context manager of `strategy.scope()`; it is reentrant and reusable."""
+    """Context manager of `strategy.scope()`; it is reentrant and reusable.
 
-    def __init__(self, strategy: S, devices: ReplicaDevices) -> None:
-        self._strategy = strategy
+    Args:
+        strategy: The strategy.
+        devices: The devices on which arrays are created.
+        local: The strategy that creates them, if it is another one.
+    """
+
+    def __init__(
+        self, strategy: S, devices: ReplicaDevices, local: ReplicaGroup | None = None
+    ) -> None:
+        self._shown = strategy
+        self._strategy: Any = strategy if local is None else local
         self._devices = devices
         self._meshes: list[Any] = []
 
@@ -49,9 +58,10 @@ class Scope(Generic[S]):
         self._meshes.append(mesh)
         if self._devices.slice_bytes is not None:
             store_created()
-        push_frame(Frame(strategy, devices=self._devices, task=current_task()))
+        shown_as = None if self._shown is strategy else self._shown
+        push_frame(Frame(strategy, None, self._devices, shown_as, current_task()))
         enter_scope(strategy, self._devices)
-        return strategy
+        return self._shown
 
     def __exit__(
         self,
