@@ -5,7 +5,6 @@ import functools
 import logging
 import threading
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 from typing import final
 
 import jax
@@ -80,13 +79,8 @@ class Placement:
             self._stacks.append(stack.pop_all())
         return self._device
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stacks.pop().__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._stacks.pop().close()
 
     @property
     def _stacks(self) -> list[contextlib.ExitStack]:

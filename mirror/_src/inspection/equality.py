@@ -91,9 +91,6 @@ class EqualityReport:
         return f"{self.step}: {replicas} {words} one device with the whole batch"
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         if self.verdict == "equal":
             return wrap(self.heading)
         names = (f"{row.name}: {row.verdict}" for row in self.rows if row.verdict != "equal")

@@ -170,9 +170,6 @@ class Explanation:
         return f"{self.speedup:.2f}, ideal {len(self.devices)}{note}"
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         memory = f"{self.memory.table}\n\n{self.memory.advice}"
         parts = [self.heading, self.verdict, str(self.table), str(self.facts), memory]
         return wrap("\n\n".join(parts))

@@ -198,9 +198,6 @@ class MemoryReport:
         return notes
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         notes = "\n".join(self.notes)
         return wrap("\n\n".join([self.heading, str(self.table), self.advice, notes]))
 

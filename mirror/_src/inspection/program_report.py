@@ -127,9 +127,6 @@ class ProgramReport:
         return Table(("array", "full shape", "state", "reason"), rows)
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         communication = (
             str(self.collectives_table) if self.collectives else "The step has no collectives."
         )

@@ -104,9 +104,6 @@ class VerifyReport:
         """Largest relative difference of the compared leaves."""
         return max((row.relative for row in self.rows if row.compared), default=0.0)
 
-    def __repr__(self) -> str:
-        return str(self)
-
     def _repr_html_(self) -> str:
         rows = [(r.name, f"{r.relative:.1e}" if r.compared else "-") for r in self.rows]
         verdict = (
@@ -115,7 +112,7 @@ class VerifyReport:
         )
         return f"<b>{verdict}</b>" + Table(("value", "difference"), rows)._repr_html_()
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [
             f"{counted(self.num_replicas, 'replica')} and one device, relative differences "
             f"(at most {self.rtol:g} allowed):"

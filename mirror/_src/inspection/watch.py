@@ -6,7 +6,6 @@ import functools
 import os
 import sys
 import threading
-from types import TracebackType
 from typing import Any, Literal, TypeAlias, final, get_args
 
 from mirror._src.base import clock
@@ -65,12 +64,7 @@ class Watch:
     def __enter__(self) -> "Watch":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
