@@ -1,9 +1,7 @@
 """Device names: `DeviceSpec`, and the named physical and logical devices."""
 
-import functools
 import re
 from dataclasses import dataclass
-from dataclasses import replace as _replace
 
 from mirror._src.base.modules import set_module
 
@@ -20,12 +18,9 @@ _TYPES = ("CPU", "GPU", "TPU")
 _JAX_TYPES = {"CUDA": "GPU", "ROCM": "GPU"}  # JAX prints its devices as `cuda:0`
 
 
-@functools.total_ordering
 @dataclass(frozen=True)
 class DeviceSpec:
     """Complete or partial name of a logical device.
-
-    Specs are ordered by type, then by index; None comes first.
 
     Attributes:
         device_type: Type in capitals, such as `"GPU"`, or None if unspecified.
@@ -76,17 +71,6 @@ class DeviceSpec:
             raise ValueError(f"{name!r} is a device of another process. {fix}")
         return cls(kind, None if index in (None, "*") else int(index))
 
-    def replace(self, **changes: str | int | None) -> "DeviceSpec":
-        """Returns a copy with some fields replaced."""
-        return _replace(self, **changes)  # type: ignore[arg-type]
-
-    def make_merged_spec(self, other: "DeviceSpec") -> "DeviceSpec":
-        """Returns this spec, overridden by the fields that `other` specifies."""
-        return DeviceSpec(
-            self.device_type if other.device_type is None else other.device_type,
-            self.index if other.index is None else other.index,
-        )
-
     @property
     def full_name(self) -> str:
         """The name with job, replica and task, as used in log lines."""
@@ -96,15 +80,6 @@ class DeviceSpec:
         if self.device_type is None:
             return ""
         return f"/device:{self.device_type}:{'*' if self.index is None else self.index}"
-
-    def __lt__(self, other: "DeviceSpec") -> bool:
-        if not isinstance(other, DeviceSpec):
-            return NotImplemented
-        return self._key < other._key
-
-    @property
-    def _key(self) -> tuple[str, int]:
-        return self.device_type or "", -1 if self.index is None else self.index
 
 
 def _not_zero(number: str | None) -> bool:

@@ -116,5 +116,5 @@ def _resolve(device: DeviceLike) -> tuple[DeviceSpec, jax.Device]:
             f"mirror.config.list_logical_devices(), a jax.Device, or a name such as {SPELLINGS}."
         )
     parsed = DeviceSpec.parse(device if isinstance(device, str) else device.name)
-    spec = DeviceSpec(index=0).make_merged_spec(parsed)
+    spec = DeviceSpec(parsed.device_type, parsed.index or 0)
     return spec, find_device(spec)
