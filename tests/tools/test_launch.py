@@ -219,8 +219,10 @@ def test_gpus_that_cannot_be_listed_are_an_error(monkeypatch, bindings, driver, 
     """The stand-in of NVML fails, as in a container without libnvidia-ml."""
     monkeypatch.delenv("STAND_IN_GPUS", raising=False)
     monkeypatch.setitem(sys.modules, "pynvml", fresh.stand_in("pynvml") if bindings else None)
-    monkeypatch.setattr(launch, "_DRIVERS", ("/",) if driver == "_DRIVERS" else ())
-    monkeypatch.setattr(launch, "_DRIVER_OF_ROCM", "/" if driver == "_DRIVER_OF_ROCM" else "")
+    drivers = inside.drivers()
+    drivers._visible.cache_clear()
+    monkeypatch.setattr(drivers, "_DRIVERS", ("/",) if driver == "_DRIVERS" else ())
+    monkeypatch.setattr(drivers, "_DRIVER_OF_ROCM", "/" if driver == "_DRIVER_OF_ROCM" else "")
     monkeypatch.setattr(launch, "_has_plugin", lambda name="cuda|rocm": plugin in name.split("|"))
     for processes in (1, 2):
         if fix is None:

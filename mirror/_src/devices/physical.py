@@ -101,10 +101,16 @@ def gpu_of(device: PhysicalDevice) -> Gpu:
     return gpus_of_process()[ordinal(device)]
 
 
+def unlisted_platforms() -> list[str]:
+    """Returns the platforms whose GPUs JAX may have, if NVML cannot list them."""
+    drivers = {"cuda": _has_driver(), "rocm": os.path.exists(_DRIVER_OF_ROCM)}
+    with _nvml() as nvml:
+        return [name for name, is_there in drivers.items() if is_there and nvml is None]
+
+
 def may_have_gpus() -> bool:
     """Whether JAX may have GPUs that cannot be listed because NVML is not available."""
-    with _nvml() as nvml:
-        return nvml is None and (_has_driver() or os.path.exists(_DRIVER_OF_ROCM))
+    return bool(unlisted_platforms())
 
 
 def _has_driver() -> bool:
@@ -122,8 +128,14 @@ def how_to_list() -> str:
         return "Select AMD GPUs with HIP_VISIBLE_DEVICES. mirror does not list them."
     if importlib.util.find_spec("pynvml") is None:
         return "Install NVIDIA's Python bindings: pip install nvidia-ml-py"
+    nvml, cause = importlib.import_module("pynvml"), ""
+    try:
+        nvml.nvmlInit()
+        nvml.nvmlShutdown()
+    except nvml.NVMLError as error:
+        cause = f" ({error})"
     return (
-        "NVIDIA's library libnvidia-ml cannot be loaded. In a container, set "
+        f"NVIDIA's library libnvidia-ml cannot be loaded{cause}. In a container, set "
         "NVIDIA_DRIVER_CAPABILITIES=compute,utility when it starts."
     )
 
@@ -167,6 +179,7 @@ def _visible(selection: str | None) -> tuple[Gpu, ...]:
     """
     with _nvml() as nvml:
         if nvml is None:
+            _warn_missing_nvml()
             return ()
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         if selection is None:
@@ -230,7 +243,6 @@ def _nvml() -> Iterator[Any]:
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
-        _warn_missing_nvml()
         yield None
         return
     try:
@@ -247,7 +259,7 @@ def _nvml() -> Iterator[Any]:
 @functools.cache
 def _warn_missing_nvml() -> None:
     """Warns once if an NVIDIA driver is present but `nvidia-ml-py` is not installed."""
-    if _has_driver():
+    if _has_driver() and importlib.util.find_spec("pynvml") is None:
         _logger.warning(
             "An NVIDIA driver was found, but mirror.config cannot list GPUs because the package "
             "nvidia-ml-py is not installed. Install it: pip install nvidia-ml-py"

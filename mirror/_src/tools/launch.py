@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import difflib
-import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -14,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mirror._src.base.compile_cache import DIRECTORY, cache_options
+from mirror._src.devices import physical
 from mirror._src.tools import supervisor
 from mirror._src.tools.options import USAGE_ERROR, OptionError, report_error
 
@@ -22,9 +22,6 @@ _HOST_DEVICES = "JAX_NUM_CPU_DEVICES"
 _PLATFORMS = "JAX_PLATFORMS"
 _VISIBLE, _VISIBLE_TO_JAX = "CUDA_VISIBLE_DEVICES", "JAX_CUDA_VISIBLE_DEVICES"
 _GPU_PLATFORMS = {"gpu", "cuda", "rocm"}  # JAX's names
-# The files of `mirror._src.devices.physical`, which imports JAX.
-_DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
-_DRIVER_OF_ROCM = "/dev/kfd"
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -279,55 +276,26 @@ def _host_devices(environment: Mapping[str, str], count: int) -> dict[str, str]:
 
 
 def visible_gpus() -> list[str]:
-    """Returns the UUIDs of the visible GPUs that JAX can use.
-
-    Imports `mirror`, and with it JAX, only if the driver reports a GPU. Does not start JAX's
-    backend.
+    """Returns the UUIDs of the visible GPUs that JAX can use. Does not import JAX.
 
     Raises:
         OptionError: If JAX may use GPUs that cannot be listed.
     """
-    try:
-        pynvml = importlib.import_module("pynvml")
-    except ImportError:
-        _require_no_gpus("Install NVIDIA's Python bindings, pip install nvidia-ml-py")
-        return []
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:  # no driver, or a container without the library of NVML
-        _require_no_gpus(
-            f"NVML raised {error}. In a container, set "
-            "NVIDIA_DRIVER_CAPABILITIES=compute,utility when it starts"
+    unlisted = physical.unlisted_platforms()
+    if any(map(_has_plugin, unlisted)):
+        raise OptionError(
+            f"--devices: the GPUs of this machine cannot be listed. {physical.how_to_list()} Or "
+            "omit --devices, or use host devices: --cpu"
         )
-        return []
-    pynvml.nvmlShutdown()
-    if not _has_plugin():
+    gpus = [] if unlisted else physical.gpus_of_process()
+    if gpus and not _has_plugin():
         print(
             "mirror launch: JAX has no CUDA plugin, so the script runs on host devices. "
             "mirror doctor says how to install one; --cpu omits this message.",
             file=sys.stderr,
         )
         return []
-    physical = importlib.import_module("mirror._src.devices.physical")
-    return [gpu.uuid for gpu in physical.gpus_of_process()]
-
-
-def _require_no_gpus(fix: str) -> None:
-    """Rejects GPUs that JAX may use although they cannot be listed.
-
-    Raises:
-        OptionError: If there is a driver, and a plugin for it.
-    """
-    if any(map(os.path.exists, _DRIVERS)) and _has_plugin("cuda"):
-        raise OptionError(
-            f"--devices: the GPUs of this machine cannot be listed. {fix}, or use host devices: "
-            "--cpu"
-        )
-    if os.path.exists(_DRIVER_OF_ROCM) and _has_plugin("rocm"):
-        raise OptionError(
-            "--devices: AMD GPUs cannot be listed. Select them with HIP_VISIBLE_DEVICES and omit "
-            "--devices, or use host devices: --cpu"
-        )
+    return [gpu.uuid for gpu in gpus]
 
 
 def _has_plugin(platform: str = "cuda|rocm") -> bool:
