@@ -24,6 +24,7 @@ from mirror._src.ps.messages import (
 )
 from mirror._src.ps.ray_cluster import Demand, import_ray
 from mirror._src.ps.step_data import pickled
+from mirror._src.ps.variables import NamedVariables
 
 _MAX_EXPORTS = 256
 
@@ -161,27 +162,11 @@ class WorkerActor:
         return plain(run(*received(header, references), Pickled(data, buffers)))
 
 
-class VariablesActor:
-    """The named variables of a strategy. Calls run one after the other."""
-
-    def __init__(self) -> None:
-        from mirror._src.ps.variables import NamedVariables
-
-        self._variables = NamedVariables()
-
-    def apply(self, name: str, operation: str, value: Any) -> Any:
-        """Applies an operation to a variable; returns an error of the user's."""
-        try:
-            return self._variables.apply(name, operation, value)
-        except (TypeError, ValueError) as error:
-            return error
-
-
 class RayVariables:
     """The named variables of a strategy, for the main program and its workers.
 
     Args:
-        actor: Handle of the actor.
+        actor: Handle of an actor of `NamedVariables`, whose calls run one after the other.
     """
 
     def __init__(self, actor: Any) -> None:
@@ -197,16 +182,14 @@ class RayVariables:
         try:
             # Ray would start or join a cluster again, and ends a process some time later.
             if self._has_ended or not ray.is_initialized():
-                raise ray.exceptions.RayActorError
-            reply = ray.get(self._actor.apply.remote(name, operation, value))
-        except ray.exceptions.RayActorError:
+                raise LostError(None)
+            with _errors_of(None):
+                return ray.get(self._actor.apply.remote(name, operation, value))
+        except LostError:
             raise RuntimeError(
                 f"Variable {name!r} is lost: the strategy has been closed, or the process that "
                 "holds its variables has ended. Create a new strategy."
             ) from None
-        if isinstance(reply, BaseException):
-            raise reply
-        return reply
 
     def end(self) -> None:
         """Ends the process of the variables."""
@@ -238,7 +221,7 @@ class RayServers:
 
 
 @contextlib.contextmanager
-def _errors_of(index: int) -> Iterator[None]:
+def _errors_of(index: int | None) -> Iterator[None]:
     """Raises what an actor raised, and `LostError` if it has ended."""
     exceptions = import_ray().exceptions
     try:
@@ -359,7 +342,7 @@ class RayEngine:
                 "scheduling_strategy": strategy(here, soft=True),
                 "runtime_env": {"env_vars": {"JAX_PLATFORMS": "cpu"}},
             }
-            actor = self._ray.remote(VariablesActor).options(**options).remote()
+            actor = self._ray.remote(NamedVariables).options(**options).remote()
             self._variables = RayVariables(actor)
         return self._variables
 

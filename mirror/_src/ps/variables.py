@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,6 @@ from mirror._src.base.modules import set_module
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.types import Array
 from mirror._src.devices.transfer import is_tracing
-
-
-class Variables(Protocol):
-    """Interface that applies operations to variables."""
-
-    def apply(self, name: str, operation: str, value: Any) -> np.ndarray:
-        """Applies an operation and returns the value afterwards."""
-        ...
 
 
 @final
@@ -110,7 +102,7 @@ class ServerVariable:
 
     __array_priority__ = 1000
 
-    def __init__(self, name: str, variables: Variables) -> None:
+    def __init__(self, name: str, variables: Any) -> None:
         self.name, self._variables = name, variables
 
     @api_boundary
