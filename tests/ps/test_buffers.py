@@ -34,7 +34,7 @@ def test_values_come_back(subtests):
                 np.testing.assert_array_equal(one, other)
                 assert one.dtype == other.dtype
                 assert one.ndim == 1
-            for found in (layout.unpack_np(buffers), jax.jit(layout.unpack)(buffers)):
+            for found in (layout.unpack(buffers), jax.jit(layout.unpack)(buffers)):
                 assert found.keys() == values.keys()
                 for name, value in values.items():
                     np.testing.assert_array_equal(found[name], value)
@@ -51,10 +51,10 @@ def test_small_slices_travel_together_and_large_ones_alone():
 def test_unpacked_values_are_views():
     layout = BufferLayout(SLICES)
     buffers = layout.pack_np(values_of(SLICES))
-    for value in layout.unpack_np(buffers).values():
+    for value in layout.unpack(buffers).values():
         assert not value.size or any(np.shares_memory(value, buffer) for buffer in buffers)
 
 
 def test_buffers_of_other_slices_are_refused():
     with pytest.raises(ValueError, match=r"reshape|zip"):
-        BufferLayout(SLICES).unpack_np([np.zeros(3, np.float32)])
+        BufferLayout(SLICES).unpack([np.zeros(3, np.float32)])

@@ -148,7 +148,7 @@ def test_rows_are_pulled():
     np.testing.assert_array_equal(found, values[TABLE][[0, 20, 36]])
     empty = servers.placement.join([each.rows for each in pulled])["other.table"]
     assert empty.shape == (0, 3)
-    dense = [servers.layout(i).unpack_np(each.trained) for i, each in enumerate(pulled)]
+    dense = [servers.layout(i).unpack(each.trained) for i, each in enumerate(pulled)]
     assert all(TABLE not in each for each in dense)
 
 

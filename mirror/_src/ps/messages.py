@@ -56,8 +56,8 @@ class BufferLayout:
             for group in self._groups
         )
 
-    def unpack_np(self, buffers: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        """Returns the slices' values by leaf, as views of the buffers."""
+    def unpack(self, buffers: Sequence[Any]) -> dict[str, Any]:
+        """Returns the slices' values by leaf: views of buffers in NumPy; also inside `jax.jit`."""
         values = {}
         for buffer, group in zip(buffers, self._groups, strict=True):
             start = 0
@@ -101,19 +101,6 @@ class BufferLayout:
     def _shared(self) -> "BufferLayout":
         """The layout of the slices that share a buffer."""
         return BufferLayout(part for group in self._groups if len(group) > 1 for part in group)
-
-    def unpack(self, buffers: Sequence[Array]) -> dict[str, Array]:
-        """Does what `unpack_np` does with arrays of JAX, inside `jax.jit`."""
-        values: dict[str, Any] = {}
-        for buffer, group in zip(buffers, self._groups, strict=True):
-            start = 0
-            for part in group:
-                stop = start + math.prod(part.shape)
-                values[part.leaf] = jax.lax.reshape(
-                    jax.lax.slice(buffer, (start,), (stop,)), part.shape
-                )
-                start = stop
-        return values
 
 
 Buffers = tuple[np.ndarray, ...]

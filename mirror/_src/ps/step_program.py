@@ -288,7 +288,7 @@ class StepProgram:
                 reduces over the replicas of one part alone.
         """
         moving = self._placement.join(
-            [m.unpack_np(p.moving) for m, p in zip(self._moving, pulled, strict=True)]
+            [m.unpack(p.moving) for m, p in zip(self._moving, pulled, strict=True)]
         )
         table_rows = self._placement.join([p.rows for p in pulled])
         value, packed, outside = self._run(

@@ -289,8 +289,8 @@ class Store:
         assert self._definition is not None
         held = self._definition.first_rows
         values: dict[str, Any] = {
-            **self._trained_layout.unpack_np([*map(np.asarray, self._values)]),
-            **self._moving_layout.unpack_np(self._moving),
+            **self._trained_layout.unpack([*map(np.asarray, self._values)]),
+            **self._moving_layout.unpack(self._moving),
             **self._tables,
         }
         leaves = jax.tree_util.tree_leaves_with_path(self._state)
