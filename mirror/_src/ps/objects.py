@@ -1,5 +1,6 @@
 """The model and optimizer of a training step, as arrays by name that parameter servers hold."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, final
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
+from flax import nnx, traverse_util
 
 from mirror._src.base.dtypes import keys_like
 from mirror._src.base.errors import describe, listing
@@ -30,32 +31,21 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: If the name of a leaf is the beginning of another one, as `a` of `a.b`.
     """
-    tree: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        *outer, last = name.split(".")
-        node = tree
-        for key in outer:
-            node = node.setdefault(key, {})
-            if not isinstance(node, dict):
-                break
-        if not isinstance(node, dict) or last in node:
-            raise ValueError(
-                f"The variable {name!r} and another one have names of which one begins the other. "
-                "Rename one of them."
-            )
-        node[last] = leaf
+    for name in leaves:
+        for outer in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
+            if outer in leaves:
+                raise ValueError(
+                    f"The name of the variable {outer!r} is the beginning of {name!r}. Rename one "
+                    "of them."
+                )
+    tree: dict[str, Any] = traverse_util.unflatten_dict(leaves, sep=".")
     return tree
 
 
 def flatten(tree: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Returns leaves by their names; the inverse of `nest`."""
-    leaves = {}
-    for name in names:
-        node: Any = tree
-        for key in name.split("."):
-            node = node[key]
-        leaves[name] = node
-    return leaves
+    leaves = traverse_util.flatten_dict(tree, sep=".")
+    return {name: leaves[name] for name in names}
 
 
 def structs(leaves: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:

@@ -196,16 +196,21 @@ class Placement:
             for slices in self.servers
         ]
 
-    def join(self, parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    def join(
+        self,
+        parts: Sequence[Mapping[str, Any]],
+        concatenate: Callable[[list[Any]], Any] = np.concatenate,
+    ) -> dict[str, Any]:
         """Returns whole leaves, given the rows of each server; the inverse of `split`.
 
-        A leaf that is not cut is returned as it is, without a copy.
+        A leaf that is not cut is returned as it is, without a copy. `jnp.concatenate` joins inside
+        `jax.jit`.
         """
         leaves = {}
         for name, held in self.holders.items():
             found = [parts[server][name] for server, _ in held if name in parts[server]]
             if found:
-                leaves[name] = found[0] if len(held) == 1 else np.concatenate(found)
+                leaves[name] = found[0] if len(held) == 1 else concatenate(found)
         return leaves
 
     def nbytes(self) -> list[int]:

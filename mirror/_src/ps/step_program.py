@@ -381,12 +381,8 @@ class StepProgram:
         ) -> Any:
             buffers, table_rows, position = received
             held = [layout.unpack(b) for layout, b in zip(layouts, buffers, strict=True)]
-            flat = []
-            for name, slices in placement.holders.items():
-                found = [held[server][name] for server, _ in slices if name in held[server]]
-                if found:
-                    whole = found[0] if len(found) == 1 else jnp.concatenate(found)
-                    flat.append((paths[name], whole))
+            whole = placement.join(held, jnp.concatenate)
+            flat = [(paths[name], value) for name, value in whole.items()]
             for name, rows_of_table in table_rows.items():
                 ids = optimizer.ids[name][...]
                 flat.append((paths[name], tables.filled(name, ids, rows_of_table)))
