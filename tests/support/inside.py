@@ -4,6 +4,7 @@ All other tests use the public API: `tests/laws/test_structure.py` lists who may
 docstring of each function says what makes it necessary.
 """
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -277,7 +278,17 @@ def connection_to_ray() -> ray_cluster.Connection:
 
 def servers_and_workers(strategy: object) -> dict[str, list[int]]:
     """The processes of a `ParameterServerStrategy`: to kill one, as a machine that fails does."""
-    return strategy._engine.pids()
+    ray, engine = ray_cluster.import_ray(), strategy._engine
+    actors = {"servers": engine._servers, "workers": engine._workers}
+    return {  # after restarts that are due
+        job: ray.get(
+            [
+                each.__ray_call__.options(max_task_retries=-1).remote(lambda _: os.getpid())
+                for each in handles
+            ]
+        )
+        for job, handles in actors.items()
+    }
 
 
 def waits_for_ray() -> tuple[ModuleType, ModuleType]:

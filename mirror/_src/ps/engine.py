@@ -244,7 +244,13 @@ class RayEngine:
         workers: What each worker demands.
         devices_per_worker: Number of devices of a worker; None means all of its GPUs, or one CPU
             device.
+
+    Attributes:
+        dumps: Pickles an object for a worker.
+        loads: Returns what a worker pickled.
     """
+
+    dumps, loads = staticmethod(dumps), staticmethod(loads)
 
     def __init__(
         self,
@@ -367,24 +373,6 @@ class RayEngine:
         """Returns a number that no other export has."""
         return next(self._keys)
 
-    def loads(self, value: Any) -> Any:
-        """Returns what a worker pickled."""
-        return loads(value)
-
-    def dumps(self, value: Any) -> Any:
-        """Pickles an object for a worker."""
-        return dumps(value)
-
-    def pids(self) -> dict[str, list[int]]:
-        """Returns the process numbers of servers and workers, after restarts that are due."""
-        actors = {"servers": self._servers, "workers": self._workers}
-        return {
-            job: self._ray.get(
-                [a.__ray_call__.options(max_task_retries=-1).remote(_pid) for a in handles]
-            )
-            for job, handles in actors.items()
-        }
-
     def close(self) -> None:
         """Ends all actors."""
         self._is_closed = True
@@ -433,10 +421,3 @@ async def _accepted(server: int, reference: Any) -> Any:
 
 async def _both(server: int, reference: Any, held: Any) -> tuple[Any, Any]:
     return await _accepted(server, reference), held
-
-
-def _pid(actor: Any) -> int:
-    del actor
-    import os
-
-    return os.getpid()
