@@ -183,13 +183,6 @@ def test_ids_out_of_range_are_refused():
             split_ids(servers.placement, {TABLE: np.array([0, wrong])})
     with raises(TypeError, names=f"'{TABLE}'", values="float32"):
         split_ids(servers.placement, {TABLE: np.zeros(2, np.float32)})
-    (_, first), (_, second) = servers.placement.holders[TABLE]
-    with raises(ValueError, names=f"'{TABLE}'", values=(second.start, first.stop - 1)):
-        servers.stores[servers.placement.holders[TABLE][0][0]].pull(
-            0, 0, None, {TABLE: np.array([second.start])}
-        )
-    with raises(ValueError, names="'dense.kernel'", values=f"'{TABLE}'"):
-        servers.stores[0].pull(0, 0, None, {"dense.kernel": np.array([0])})
 
 
 @pytest.mark.parametrize("names", mostly_slow(REFUSED, "apply_every", "norm of values"))

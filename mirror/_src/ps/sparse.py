@@ -33,8 +33,7 @@ def split_ids(placement: Placement, ids: Mapping[str, np.ndarray]) -> list[dict[
     """
     servers: list[dict[str, np.ndarray]] = [{} for _ in placement.servers]
     for table, numbers in ids.items():
-        size = placement.leaves[table].shape[0]
-        flat = _require_ids(table, numbers, 0, size, f"{size} rows")
+        flat = _require_ids(table, numbers, placement.leaves[table].shape[0])
         unique = np.unique(flat).astype(np.int32)
         for server, part in placement.holders[table]:
             first, last = np.searchsorted(unique, [part.start, part.stop])
@@ -42,26 +41,15 @@ def split_ids(placement: Placement, ids: Mapping[str, np.ndarray]) -> list[dict[
     return servers
 
 
-def local_ids(table: str, ids: np.ndarray, start: int, stop: int) -> np.ndarray:
-    """Returns ids numbered from the first row of a slice, int32.
-
-    Raises:
-        ValueError: If an id is not in the slice.
-        TypeError: If the ids are not integers.
-    """
-    there = f"rows {start} to {stop - 1} on this server"
-    return (_require_ids(table, ids, start, stop, there) - start).astype(np.int32)
-
-
-def _require_ids(table: str, ids: Any, start: int, stop: int, there: str) -> np.ndarray:
+def _require_ids(table: str, ids: Any, size: int) -> np.ndarray:
     flat = np.asarray(ids).reshape(-1)
     if flat.size and flat.dtype.kind not in "iu":
         raise TypeError(f"The ids of table {table!r} must be integers, got {flat.dtype}.")
     flat = flat.astype(np.int64)
-    wrong = flat[(flat < start) | (flat >= stop)]
+    wrong = flat[(flat < 0) | (flat >= size)]
     if wrong.size:
         raise ValueError(
-            f"Id {wrong[0]} is out of range for table {table!r}, which has {there}. Ids are "
+            f"Id {wrong[0]} is out of range for table {table!r}, which has {size} rows. Ids are "
             "numbers of rows from 0."
         )
     return flat

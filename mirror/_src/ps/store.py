@@ -34,7 +34,7 @@ from mirror._src.ps.objects import (
     row_owner,
 )
 from mirror._src.ps.placement import Slice
-from mirror._src.ps.sparse import local_ids, padded, put, summed, take, take_jit
+from mirror._src.ps.sparse import padded, put, summed, take, take_jit
 
 
 class Numbers:
@@ -210,10 +210,7 @@ class Store:
             incarnation: As in `load`.
             step: In synchronous mode, the version wanted; `None` means any.
             commit: Step, task and number of its parts: committed first, if they have not been.
-            ids: For each table, rows wanted: integers, numbered as in the whole table.
-
-        Raises:
-            ValueError: If an id is out of range for this server.
+            ids: For each table, rows of this server, as `split_ids` returns them.
         """
         if (rejected := self._rejection(incarnation)) is not None:
             return rejected
@@ -238,8 +235,8 @@ class Store:
         In synchronous mode they are kept until the commit. What arrives again is ignored.
 
         Raises:
-            ValueError: If the buffers do not have this server's shapes, an id is out of range, or
-                the weight is negative or not finite.
+            ValueError: If the buffers do not have this server's shapes, or the weight is negative
+                or not finite.
         """
         if (rejected := self._rejection(push.incarnation)) is not None:
             return rejected
@@ -330,17 +327,11 @@ class Store:
         return Rejected("other incarnation") if incarnation != self._incarnation else None
 
     def _rows(self, table: str, ids: np.ndarray) -> np.ndarray:
-        part = self._table(table)
-        here = local_ids(table, ids, part.start, part.stop)
+        part = self._table_slices[table]
+        here = ids - np.int32(part.start)
         with jax.default_device("cpu"):
             found = take_jit(self._tables[table], padded(here, part.shape[0]))
         return np.array(np.asarray(found)[: len(here)])
-
-    def _table(self, name: str) -> Any:
-        if name not in self._table_slices:
-            there = ", ".join(map(repr, self._table_slices)) or "none"
-            raise ValueError(f"{name!r} is not a table of this server, whose tables are: {there}.")
-        return self._table_slices[name]
 
     def _checked(self, push: Push) -> Push:
         """Returns a push whose ids are numbered as the rows of the tables here."""
@@ -353,17 +344,10 @@ class Store:
             if list(map(_type_of, buffers)) != list(map(_type_of, like)):
                 got, wanted = (tuple(map(describe, each)) for each in (buffers, like))
                 raise ValueError(f"`{what}` must be {wanted}, got {got}.")
-        rows = {}
-        for name, (ids, gradients) in push.rows.items():
-            part = self._table(name)
-            here = local_ids(name, ids, part.start, part.stop)
-            wanted_shape = (len(here), *part.shape[1:])
-            if gradients.shape != wanted_shape or gradients.dtype != np.dtype(part.dtype):
-                raise ValueError(
-                    f"The gradients of table {name!r} must be {part.dtype}{list(wanted_shape)}, "
-                    f"got {describe(gradients)}."
-                )
-            rows[name] = (here, gradients)
+        rows = {
+            name: (ids - np.int32(self._table_slices[name].start), gradients)
+            for name, (ids, gradients) in push.rows.items()
+        }
         self._counts["bytes_in"] += _num_bytes(push.gradients, push.changes, *push.rows.values())
         return push._replace(rows=rows)
 
