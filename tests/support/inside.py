@@ -738,7 +738,8 @@ def gpu_models() -> Iterable[str]:
 
 def install_gpu_compiler(versions: dict[str, str], patch: pytest.MonkeyPatch) -> None:
     """Makes these versions of JAX's CUDA plugin installed, which tests cannot change."""
-    patch.setattr(described, "_version_of", versions.get)
+    installed = {"jaxlib": described.version_of("jaxlib"), **versions}
+    patch.setattr(described, "version_of", installed.get)
 
 
 def compiled_step(

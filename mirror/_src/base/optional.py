@@ -1,6 +1,7 @@
 """Optional packages, imported when they are first used."""
 
 import importlib
+import importlib.metadata
 from typing import Any
 
 # Whether a package index has mirror-jax. Until then, pip can only install it from a clone.
@@ -26,6 +27,14 @@ def require(module: str, feature: str = "This feature", extra: str | None = "tra
             raise
         text = describe_missing(missing, feature, extra)
         raise ModuleNotFoundError(text, name=missing) from error
+
+
+def version_of(package: str) -> str | None:
+    """Returns the version of an installed package; None without it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def describe_missing(package: str, feature: str, extra: str | None) -> str:

@@ -1,11 +1,11 @@
 """Compared at the start of a job: do all processes have the same versions, settings and devices?"""
 
-import importlib.metadata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+from mirror._src.base.optional import version_of
 from mirror._src.cluster.consensus import gather
 from mirror._src.devices import backend
 from mirror._version import __version__
@@ -26,7 +26,10 @@ def require_same_settings(deadline: float) -> None:
     Raises:
         RuntimeError: If they differ, or a process does not arrive by the deadline.
     """
-    mine = {"mirror": __version__, **{name: _version(name) for name in _PACKAGES}}
+    mine = {
+        "mirror": __version__,
+        **{name: version_of(name) or "not installed" for name in _PACKAGES},
+    }
     mine |= {name: str(jax.config.values.get(name)) for name in _OPTIONS}
     _require_equal(
         gather("preflight", mine, deadline),
@@ -73,10 +76,3 @@ def _require_equal(each: Sequence[Mapping[str, Any]], what: str, fix: str) -> No
 def _processes(ids: Sequence[int]) -> str:
     shown = ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
     return f"process {shown}" if len(ids) == 1 else f"processes {shown}"
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

@@ -6,10 +6,11 @@ It needs neither a GPU nor a driver, CUDA, cuDNN or NCCL. Programs for them cann
 
 import functools
 from dataclasses import dataclass, replace
-from importlib import metadata
 
 import jax
 from jax.experimental import topologies
+
+from mirror._src.base.optional import version_of
 
 _CUDA = ("12", "13")  # versions of CUDA for which JAX has plugins
 _MIB = 2**20
@@ -196,9 +197,9 @@ def _require_compiler() -> None:
     Raises:
         GpuCompilerError: If the plugin is missing or has another version.
     """
-    wanted = metadata.version("jaxlib")
+    wanted = version_of("jaxlib")
     packages = {v: (f"jax-cuda{v}-pjrt", f"jax-cuda{v}-plugin") for v in _CUDA}
-    installed = {v: [_version_of(package) for package in packages[v]] for v in _CUDA}
+    installed = {v: [version_of(package) for package in packages[v]] for v in _CUDA}
     if [wanted, wanted] in installed.values():
         return
     cuda = next((v for v in _CUDA if any(installed[v])), _CUDA[0])
@@ -211,10 +212,3 @@ def _require_compiler() -> None:
         f"XLA's GPU compiler needs {' and '.join(packages[cuda])} of the version of jaxlib, "
         f"{wanted}, but this environment has {found}: pip install --no-deps {fix}"
     )
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

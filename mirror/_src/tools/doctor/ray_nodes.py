@@ -6,13 +6,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 
 from mirror._src.base.errors import bytes_in_words, counted, first_line
-from mirror._src.base.optional import describe_missing
+from mirror._src.base.optional import describe_missing, version_of
 from mirror._src.cluster.cluster import ClusterSpec, ClusterTask
 from mirror._src.cluster.resolvers import TFConfigClusterResolver
 from mirror._src.ps.ray_cluster import Connection, import_ray
@@ -179,13 +178,8 @@ def check_calls(secs: float) -> Check:
 
 def installed() -> dict[str, str]:
     """Returns the versions of Python and of the packages that all processes share."""
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
+    packages = {name: found for name in _PACKAGES if (found := version_of(name)) is not None}
+    return {"python": platform.python_version(), **packages}
 
 
 class _Echo:

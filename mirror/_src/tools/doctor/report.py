@@ -1,7 +1,6 @@
 """The report of `mirror doctor --report`: Markdown to paste into an issue."""
 
 import getpass
-import importlib.metadata
 import os
 import platform
 import re
@@ -9,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mirror._src.base.errors import bytes_in_words
+from mirror._src.base.optional import version_of
 from mirror._src.tools.doctor.check import Check, summary
 
 _PACKAGES = ("chex", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
@@ -76,12 +76,7 @@ def _user() -> str:
 
 def _components(versions: Mapping[str, str]) -> list[tuple[str, str]]:
     system = f"{platform.platform()}, {os.cpu_count()} cores"
-    others = []
-    for name in _PACKAGES:
-        try:
-            others.append((name, importlib.metadata.version(name)))
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    others = [(name, found) for name in _PACKAGES if (found := version_of(name)) is not None]
     return [("system", system), *versions.items(), *others]
 
 
