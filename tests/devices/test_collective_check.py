@@ -118,7 +118,7 @@ def test_advice_names_the_direct_transfers_of_the_installed_xla(monkeypatch, ver
 
 @rows("count", [1, 2, 8, 64])
 def test_check_uses_exact_sums_of_different_values(count):
-    rows = collective_check._rows(count, 2 * collective_check._PERIOD)
+    rows = collective_check.known_rows(count, 2 * collective_check._PERIOD)
     assert rows.dtype == np.float32
     np.testing.assert_array_equal(rows.sum(axis=0), rows.astype(np.int64).sum(axis=0))
     np.testing.assert_array_equal(rows[::-1].sum(axis=0), rows.sum(axis=0))
@@ -154,7 +154,7 @@ def test_wrong_sum_is_reported(change, monkeypatch):
 
 
 def test_missing_or_repeated_contribution_is_detected(monkeypatch):
-    row = collective_check._rows(3, 8)[1]
+    row = collective_check.known_rows(3, 8)[1]
     for change, got in [(-row, "4.0"), (row, "8.0")]:
         monkeypatch.setattr(collective_check, "_faults", {})
         monkeypatch.setattr(

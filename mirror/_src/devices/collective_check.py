@@ -62,7 +62,7 @@ def unresponsive_devices(
         devices: Distinct devices; all are tested at the same time.
         deadline_secs: Time limit for all devices together.
     """
-    results = _run_in_threads(
+    results = run_in_threads(
         [functools.partial(_compute, device) for device in devices], deadline_secs
     )
     return tuple(
@@ -73,26 +73,34 @@ def unresponsive_devices(
 
 
 def _find_fault(devices: tuple[jax.Device, ...], deadline_secs: float) -> str | None:
-    (result,) = _run_in_threads([functools.partial(_sums, devices)], deadline_secs)
+    (result,) = run_in_threads([functools.partial(_sums, devices)], deadline_secs)
     if result is None:
         return f"did not finish within {deadline_secs:g} s"
     error = result.exception()
     if error is not None:
         return str(error) or type(error).__name__
     for copies in result.result():
-        expected = _rows(len(devices), copies[0].size).sum(axis=0)
+        expected = known_rows(len(devices), copies[0].size).sum(axis=0)
         for device, copy in zip(devices, copies, strict=True):
-            wrong = np.flatnonzero(copy != expected)
-            if wrong.size > 0:
-                first = wrong[0]
-                return (
-                    f"device {logical_name(device)} received {copy[first]} instead of the sum "
-                    f"{expected[first]} (element {first} of {copy.size})"
-                )
+            fault = wrong_sum(device, copy, expected)
+            if fault is not None:
+                return fault
     return None
 
 
-def _rows(count: int, size: int) -> np.ndarray:
+def wrong_sum(device: jax.Device, copy: np.ndarray, expected: np.ndarray) -> str | None:
+    """Returns which element of the sum on a device is wrong; None if all are right."""
+    wrong = np.flatnonzero(copy != expected)
+    if not wrong.size:
+        return None
+    first = wrong[0]
+    return (
+        f"device {logical_name(device)} received {copy[first]} instead of the sum "
+        f"{expected[first]} (element {first} of {copy.size})"
+    )
+
+
+def known_rows(count: int, size: int) -> np.ndarray:
     """Returns each device's operand: integers, whose float32 sum is exact in any order."""
     first = np.arange(size, dtype=np.float32) % _PERIOD
     return first + np.arange(1, count + 1, dtype=np.float32)[:, None]
@@ -107,7 +115,7 @@ def _sums(devices: tuple[jax.Device, ...], canceled: threading.Event) -> list[li
         add = _compiled(replicas, size)
         if canceled.is_set():  # an abandoned test must not collide with the caller's launches
             break
-        total = add(replicas.stack(_rows(len(devices), size)))
+        total = add(replicas.stack(known_rows(len(devices), size)))
         copies = {shard.device: shard.data for shard in total.addressable_shards}
         sums.append([_fetch(copies[device], canceled) for device in devices])
     return sums
@@ -149,7 +157,7 @@ def _fetch(array: Array, canceled: threading.Event) -> np.ndarray:
     return np.asarray(array)  # host sync
 
 
-def _run_in_threads(works: Iterable[_Work], deadline_secs: float) -> list["Future[Any] | None"]:
+def run_in_threads(works: Iterable[_Work], deadline_secs: float) -> list["Future[Any] | None"]:
     """Runs each function in its own thread; returns None for those that miss the deadline.
 
     Args:

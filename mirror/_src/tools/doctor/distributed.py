@@ -8,11 +8,9 @@ import contextlib
 import functools
 import socket
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +20,7 @@ from mirror._src.cluster import consensus, store
 from mirror._src.cluster.resolvers import Membership
 from mirror._src.cluster.start import initialize, resolver_of_environment
 from mirror._src.devices import backend
+from mirror._src.devices.collective_check import known_rows, run_in_threads, wrong_sum
 from mirror._src.engine.per_replica import PerReplica
 from mirror._src.strategy.current_replica import all_reduce
 from mirror._src.strategy.multi_worker import MultiWorkerMirroredStrategy
@@ -29,13 +28,10 @@ from mirror._src.tools.doctor.addresses import address_towards, gloo_address, is
 from mirror._src.tools.doctor.check import Check, Problem, run_steps
 from mirror._src.tools.doctor.rendezvous import Rendezvous, UnreachableError, meet
 
-_T = TypeVar("_T")
-
 CLUSTER, PROCESSES, VERSIONS, ADDRESS = "cluster", "processes", "versions and settings", "address"
 DEVICES, ALL_REDUCE, ROUND_TRIP = "devices", "all-reduce", "coordinator"
 _SIZES = {"32 bytes": 8, "4 MiB": 2**20}
 _TIMES, _MESSAGES = 5, 20
-_PERIOD = 4093  # a prime, so that a block stored at the wrong offset changes the sums
 _SHOWN = 8
 _END_SECS = 10.0
 _SHUTDOWN_SECS = 10
@@ -231,13 +227,12 @@ def check_all_reduce(strategy: MultiWorkerMirroredStrategy, secs: float) -> Chec
     count = strategy.num_replicas_in_sync
     if count == 1:
         return Check(ALL_REDUCE, "ok", "a single device, which needs no collectives")
-    fault, times = "", {}
-    try:
-        times = _within(secs, lambda: _sums(strategy))
-    except TimeoutError:
-        fault = f"did not finish within {secs:g} s"
-    except Exception as error:
-        fault = first_line(error)
+    fault, times = f"did not finish within {secs:g} s", dict[str, float]()
+    (result,) = run_in_threads([lambda _: _sums(strategy)], secs)
+    if result is not None:
+        error = result.exception()
+        fault = "" if error is None else first_line(error)
+        times = {} if fault else result.result()
     faults = {0: fault} if store.process_count() == 1 else _exchanged_faults(fault, secs)
     wrong = {i: text for i, text in faults.items() if text}
     if wrong:
@@ -268,9 +263,7 @@ def _sums(strategy: MultiWorkerMirroredStrategy) -> dict[str, float]:
     """
     times = {}
     for name, size in _SIZES.items():
-        # Integers, whose float32 sum is exact in any order.
-        first = np.arange(size, dtype=np.float32) % _PERIOD
-        rows = first + np.arange(1, strategy.num_replicas_in_sync + 1, dtype=np.float32)[:, None]
+        rows = known_rows(strategy.num_replicas_in_sync, size)
         x, expected = PerReplica.from_stacked(rows), rows.sum(axis=0)
         secs = []
         for _ in range(_TIMES + 1):
@@ -289,32 +282,9 @@ def _sum(x: Array) -> Array:
 
 def _require_equal(total: Array, expected: np.ndarray) -> None:
     for shard in total.addressable_shards:
-        wrong = np.flatnonzero(np.asarray(shard.data) != expected)
-        if wrong.size:
-            i = wrong[0]
-            device = backend.logical_name(shard.device)
-            raise ValueError(
-                f"{device} received {shard.data[i]} instead of the sum {expected[i]} "
-                f"(element {i} of {expected.size})"
-            )
-
-
-def _within(secs: float, work: Callable[[], _T]) -> _T:
-    """Runs a function in a thread, because native code that waits cannot be interrupted.
-
-    Raises:
-        TimeoutError: If it does not return in time.
-    """
-    result: Future[_T] = Future()
-
-    def body() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=body, name="mirror doctor", daemon=True).start()
-    return result.result(secs)
+        fault = wrong_sum(shard.device, np.asarray(shard.data), expected)
+        if fault is not None:
+            raise ValueError(fault)
 
 
 def check_round_trip() -> Check:
