@@ -9,13 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, final
+from typing import Any, final
 
 from mirror._src.base.errors import expected, require_int, require_secs
 from mirror._src.base.modules import set_module
@@ -215,14 +216,14 @@ class Server:
         if self._task != head_of(self._spec):
             _wait_for_head(self.target, deadline, start_secs)
         for attempts_left in reversed(range(_ATTEMPTS)):
+            self._output = tempfile.TemporaryFile()  # noqa: SIM115 - `stop` closes it
             self._process = subprocess.Popen(
                 command,
                 env={**os.environ, **token_variables()},
                 stdin=subprocess.PIPE,  # closed when this process ends
-                stdout=subprocess.PIPE,
+                stdout=self._output,
                 stderr=subprocess.STDOUT,
             )
-            self._output = _Output(self._process.stdout)
             if self._has_started(deadline, start_secs, attempts_left):
                 break
         _logger.info("%s is a node of the Ray cluster at %s", self._task, self.target)
@@ -286,9 +287,10 @@ class Server:
         Raises:
             RuntimeError: If it does not start.
         """
-        while not self._output.has(_STARTED):
+        while _STARTED not in self._printed():
             ended = self._process.poll() is not None
             if ended or time.monotonic() > deadline:
+                lines = self._printed().splitlines()[-15:]
                 self.stop()
                 if ended and attempts_left and time.monotonic() < deadline:
                     return False
@@ -296,41 +298,15 @@ class Server:
                 raise RuntimeError(
                     f"The Ray node of {self._task} {how} (limit {secs:g} s). Is the port of "
                     f"{self._spec.task_address(*self._task)} free? Ray printed:\n"
-                    f"{self._output.last_lines()}"
+                    + "\n".join(f"  {line}" for line in lines)
                 )
             time.sleep(_POLL_SECS / 5)
         return True
 
-
-@final
-class _Output:
-    """Reads what a child process prints, so that the pipe never fills."""
-
-    def __init__(self, pipe: IO[bytes] | None) -> None:
-        assert pipe is not None
-        self._pipe = pipe
-        self._lines: list[str] = []
-        self._thread = threading.Thread(target=self._read, name="mirror-server", daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
-        for line in self._pipe:
-            self._lines.append(line.decode(errors="replace").rstrip())
-            del self._lines[:-200]
-
-    def has(self, text: str) -> bool:
-        """Whether a line contains a text."""
-        return any(text in line for line in [*self._lines])
-
-    def last_lines(self) -> str:
-        """Returns the last lines, indented."""
-        return "\n".join(f"  {line}" for line in self._lines[-15:])
-
-    def close(self) -> None:
-        """Waits for the end of the output."""
-        self._thread.join(_CONNECT_SECS)
-        if not self._thread.is_alive():
-            self._pipe.close()
+    def _printed(self) -> str:
+        """Returns what the node has printed."""
+        file = self._output.fileno()
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
 
 
 def _ray_command() -> str:
