@@ -1,7 +1,5 @@
 """Named variables that the main program and scheduled functions share."""
 
-import operator
-from collections.abc import Callable
 from typing import Any, final
 
 import jax
@@ -153,7 +151,8 @@ class ServerVariable:
                 "step, or the argument of jax.jit. This would happen once, when it is compiled. "
                 "Read the value outside and pass it as an argument, or assign outside."
             )
-        operand = None if operation == "read" else _operand(value)
+        # As JAX converts Python numbers: an int is an int32 unless x64 is enabled.
+        operand = None if operation == "read" else np.asarray(jnp.asarray(_value_of(value)))
         return jnp.asarray(self._variables.apply(self.name, operation, operand))
 
     def __jax_array__(self) -> Array:
@@ -173,30 +172,16 @@ class ServerVariable:
         return f"ServerVariable({self.name!r})"
 
 
-def _operand(value: Any) -> np.ndarray:
-    value = value.read_value() if isinstance(value, ServerVariable) else value
-    # As JAX converts Python numbers: an int is an int32 unless x64 is enabled.
-    return np.asarray(jnp.asarray(value))
+def _value_of(value: Any) -> Any:
+    return value.read_value() if isinstance(value, ServerVariable) else value
 
 
-def _binary(operation: Callable[[Any, Any], Any], *, is_reflected: bool = False) -> Any:
-    def method(self: ServerVariable, other: Any) -> Any:
-        if isinstance(other, ServerVariable):
-            other = other.read_value()
-        value = self.read_value()
-        return operation(other, value) if is_reflected else operation(value, other)
-
-    return method
-
-
-def _unary(operation: Callable[[Any], Any]) -> Any:
-    return lambda self: operation(self.read_value())
+def _operator(name: str) -> Any:
+    return lambda self, *others: getattr(self.read_value(), name)(*map(_value_of, others))
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
-    setattr(ServerVariable, f"__{_name}__", _binary(getattr(operator, _name)))
-    setattr(ServerVariable, f"__r{_name}__", _binary(getattr(operator, _name), is_reflected=True))
-for _name in ("lt", "le", "gt", "ge"):
-    setattr(ServerVariable, f"__{_name}__", _binary(getattr(operator, _name)))
-for _name in ("neg", "abs"):
-    setattr(ServerVariable, f"__{_name}__", _unary(getattr(operator, _name)))
+    setattr(ServerVariable, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(ServerVariable, f"__r{_name}__", _operator(f"__r{_name}__"))
+for _name in ("lt", "le", "gt", "ge", "neg", "abs"):
+    setattr(ServerVariable, f"__{_name}__", _operator(f"__{_name}__"))
