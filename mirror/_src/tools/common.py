@@ -37,20 +37,13 @@ def require_writable(file: Path) -> None:
             f"--plot {file}: the suffix of {file.name!r} is not a supported format "
             f"({', '.join(sorted(formats))}). For example: --plot {file.with_suffix('.png')}"
         )
-    if file.is_dir():
-        raise OptionError(f"--plot {file}: {file} is a directory. Pass the name of a file.")
-    if not file.parent.is_dir():
-        raise OptionError(
-            f"--plot {file}: the directory {file.parent} does not exist. Create it, or pass a file "
-            "in an existing directory."
-        )
-    is_new = not file.exists()
     try:
+        is_new = not file.exists()
         file.open("ab").close()
     except OSError as error:
         raise OptionError(
-            f"--plot {file}: the file cannot be written: {error.strerror}. Pass a file in a "
-            "directory that you can write to."
+            f"--plot {file}: the file cannot be written: {error.strerror}. Pass the name of a file "
+            "in an existing directory that you can write to."
         ) from None
     if is_new:
         file.unlink()
