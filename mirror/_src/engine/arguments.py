@@ -305,17 +305,17 @@ def require_call(
     fn: Any,
     args: Any,
     kwargs: Any,
-    method: str,
+    call: str,
     others: Sequence[Any] = (),
     unknown: Mapping[str, Any] | None = None,
 ) -> None:
-    """Checks the types of the arguments of `run`, `verify`, `inspect` and `explain`.
+    """Checks the types of the arguments of `run`, `verify`, `inspect`, `explain` and `schedule`.
 
     Args:
         fn: The step.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        method: Name of the method.
+        call: The method, such as `strategy.run`.
         others: Further positional arguments.
         unknown: Further keyword arguments.
 
@@ -323,7 +323,6 @@ def require_call(
         TypeError: If `fn` is not callable, `args` not a tuple or list, or `kwargs` not a dict, or
             if there are further arguments.
     """
-    call = f"strategy.{method}"
     if not callable(fn):
         if callable(args):
             raise TypeError(

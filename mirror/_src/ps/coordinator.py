@@ -11,6 +11,7 @@ from mirror._src.base.modules import set_module
 from mirror._src.base.naming import name_of
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.types import PyTree
+from mirror._src.engine.arguments import require_call
 from mirror._src.ps.handles import PerWorkerDataset, PerWorkerIterator, RemoteValue
 from mirror._src.ps.step_data import (
     ArgumentOfStep,
@@ -96,10 +97,9 @@ class ClusterCoordinator:
                 Functions that had not been started then are canceled; afterwards, the coordinator
                 is usable again.
         """
-        if not callable(fn):
-            fix = "Pass the function itself: coordinator.schedule(fn, args)."
-            raise TypeError(expected("fn", fn, "callable", fix))
-        args, kwargs = _require_arguments(args, kwargs)
+        kwargs = dict(kwargs or {}) if isinstance(kwargs, Mapping | None) else kwargs
+        require_call(fn, args, kwargs, "coordinator.schedule")
+        args = tuple(args)
         self._served.thread.raise_error()
         require_no_remote_values((args, kwargs), name_of(fn))
         objects = _objects_in((args, kwargs))
@@ -171,16 +171,6 @@ class ClusterCoordinator:
         return PerWorkerDataset(
             self._served.engine.next_key, self._served.engine.export(dataset_fn)
         )
-
-
-def _require_arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if not isinstance(args, tuple | list):
-        fix = "Pass a tuple, also for one argument: args=(x,)."
-        raise TypeError(expected("args", args, "a tuple or a list", fix))
-    if not isinstance(kwargs, Mapping | None):
-        fix = "For example kwargs={'x': 1}."
-        raise TypeError(expected("kwargs", kwargs, "a dict or None", fix))
-    return tuple(args), dict(kwargs or {})
 
 
 def _objects_in(tree: PyTree) -> list[Any]:

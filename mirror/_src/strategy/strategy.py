@@ -305,7 +305,7 @@ class Strategy(abc.ABC):
             kwargs = {} if kwargs is None else kwargs
             is_usual = type(args) is tuple and type(kwargs) is dict and not others and not unknown
             if not is_usual or not callable(fn):
-                require_call(fn, args, kwargs, "run", others, unknown)
+                require_call(fn, args, kwargs, "strategy.run", others, unknown)
             donated = (donate_argnums,) if isinstance(donate_argnums, int) else donate_argnums
             if type(donated) is not tuple:
                 donated = canonical_argnums(donated)
@@ -687,7 +687,7 @@ class Strategy(abc.ABC):
         """
         require_cross_replica(self, "verify", "Call it outside the step.")
         kwargs = {} if kwargs is None else kwargs
-        require_call(fn, args, kwargs, "verify")
+        require_call(fn, args, kwargs, "strategy.verify")
         single = self._single_runner()
         with checks.exact_products(single.replicas):
             if is_model(fn):
@@ -732,7 +732,7 @@ class Strategy(abc.ABC):
         """
         require_cross_replica(self, "inspect", "Call it outside the step.")
         kwargs = {} if kwargs is None else kwargs
-        require_call(fn, args, kwargs, "inspect")
+        require_call(fn, args, kwargs, "strategy.inspect")
         return describe_program(self._runner, self._single_runner, fn, args, kwargs)
 
     @final
@@ -781,7 +781,7 @@ class Strategy(abc.ABC):
         """
         require_cross_replica(self, "explain", "Call it outside the step.")
         kwargs = {} if kwargs is None else kwargs
-        require_call(fn, args, kwargs, "explain")
+        require_call(fn, args, kwargs, "strategy.explain")
         require_int("steps", steps)
         replicas = copy.copy(self._replicas)
         scratch = Runner(self, replicas, self._cross_device_ops)
