@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import itertools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, final
 
@@ -23,7 +22,6 @@ from mirror._src.ps.engine import RayEngine
 from mirror._src.ps.messages import LostError
 from mirror._src.ps.objects import TrainingObjects
 from mirror._src.ps.placement import MinSizePartitioner, PartitionerLike, Placement
-from mirror._src.ps.ray_cluster import Connection
 from mirror._src.ps.server import cluster_of
 from mirror._src.ps.sparse import SparseTables
 from mirror._src.ps.training import ServedSteps, ServedTraining, has_tables
@@ -96,8 +94,7 @@ class ParameterServerStrategy(RemoteStrategy):
         snapshot_every: int = 100,
         sparse: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        self._is_closed = True
-        self._connection: Connection | None = None
+        self._is_closed, self._open = True, contextlib.ExitStack()
         spec = None if cluster is None else cluster_of(cluster)
         ps, workers = _counts(spec, ps, workers)
         _require_staleness(staleness)
@@ -112,24 +109,25 @@ class ParameterServerStrategy(RemoteStrategy):
             fix = "For example mirror.ps.MinSizePartitioner(256 << 10)."
             raise TypeError(expected("partitioner", partitioner, "callable or None", fix))
         self._tables = SparseTables(sparse)
-        self._connection = ray_cluster.Connection(spec)
+        self._open.callback(ray_cluster.Connection(spec).close)
         self._coordinator: Any = None
         try:
             servers = ray_cluster.demands("ps", ps, ps_options or {}, spec)
             count = workers or ray_cluster.num_nodes()
             demands = ray_cluster.demands("worker", count, worker_options or {}, spec)
             ray_cluster.require_resources([*servers, *demands])
-            self._is_closed = False
-            self._at_exit = weakref.WeakMethod(self.close)
-            atexit.register(_close, self._at_exit)
+            atexit.register(self._open.close)
             self._engine = RayEngine(servers, demands, devices_per_worker)
+            self._open.callback(self._engine.close)
             self._thread = DriverThread(
                 self._engine, staleness=staleness, snapshot_every=snapshot_every
             )
+            self._open.callback(self._thread.close)
             self._thread.start()
         except BaseException:
             self.close()
             raise
+        self._is_closed = False
         self._staleness = staleness
         self._local = OneDeviceStrategy(backend.default_devices()[0])
         self._names = (f"Variable_{i}" for i in itertools.count())
@@ -245,17 +243,9 @@ class ParameterServerStrategy(RemoteStrategy):
 
     def close(self) -> None:
         """Ends servers and workers; with them, the values that were not collected by `join`."""
-        if self._is_closed:
-            if self._connection is not None:
-                self._connection.close()
-            return
         self._is_closed = True
-        atexit.unregister(self._at_exit)
-        for part in ("_thread", "_engine"):
-            if part in vars(self):  # not if starting it failed
-                getattr(self, part).close()
-        if self._connection is not None:
-            self._connection.close()
+        atexit.unregister(self._open.close)
+        self._open.close()
 
     if not TYPE_CHECKING:  # A type checker would accept any attribute.
 
@@ -279,12 +269,6 @@ class ParameterServerStrategy(RemoteStrategy):
             "A ParameterServerStrategy cannot be sent to a worker. In a scheduled function, "
             "mirror.get_strategy() returns the strategy of the worker."
         )
-
-
-def _close(method: Callable[[], Callable[[], None] | None]) -> None:
-    close = method()
-    if close is not None:
-        close()
 
 
 def _counts(spec: ClusterSpec | None, ps: Any, workers: Any) -> tuple[int, int | None]:
