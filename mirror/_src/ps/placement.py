@@ -10,21 +10,16 @@ import numpy as np
 from mirror._src.base.errors import describe, require_int
 from mirror._src.base.modules import set_module
 
+PartitionerLike = Callable[[Sequence[int], Any], int]
+"""Returns the number of shards of a variable, given its shape and dtype.
 
-class Partitioner:
-    """Base class of the partitioners: called with a shape and a dtype, returns a number of shards.
-
-    Any function of the same arguments is a partitioner too. A variable never has more shards than
-    rows, nor more than there are parameter servers, because a server holds at most one of them.
-    """
-
-    def __call__(self, shape: Sequence[int], dtype: Any) -> int:
-        """Returns into how many shards a variable is cut, at least 1."""
-        raise NotImplementedError
+A variable never has more shards than rows, nor more than there are parameter servers, because a
+server holds at most one of them.
+"""
 
 
 @set_module("mirror.ps")
-class MinSizePartitioner(Partitioner):
+class MinSizePartitioner:
     """Cuts a variable into as many shards as have at least `min_shard_bytes` each.
 
     Args:
@@ -55,7 +50,7 @@ class MinSizePartitioner(Partitioner):
 
 
 @set_module("mirror.ps")
-class MaxSizePartitioner(Partitioner):
+class MaxSizePartitioner:
     """Cuts a variable into as few shards as have at most `max_shard_bytes` each.
 
     A row is never cut, and there is at most one shard per parameter server: shards are larger where
@@ -88,7 +83,7 @@ class MaxSizePartitioner(Partitioner):
 
 
 @set_module("mirror.ps")
-class FixedShardsPartitioner(Partitioner):
+class FixedShardsPartitioner:
     """Cuts every variable into the same number of shards.
 
     Args:
@@ -122,9 +117,6 @@ def _rows(shape: Sequence[int]) -> int:
 
 def _num_bytes(shape: Sequence[int], dtype: Any) -> int:
     return math.prod(shape) * np.dtype(dtype).itemsize
-
-
-PartitionerLike = Callable[[Sequence[int], Any], int]
 
 
 class Leaf(NamedTuple):
