@@ -67,12 +67,13 @@ def _require_equal(each: Sequence[Mapping[str, Any]], what: str, fix: str) -> No
             values: dict[Any, list[int]] = {}
             for i, process in enumerate(each):
                 values.setdefault(process[name], []).append(i)
-            lines += [f"  {name}: {value} on {_processes(ids)}" for value, ids in values.items()]
+            lines += [f"  {name}: {value} on {processes(ids)}" for value, ids in values.items()]
     if lines:
         text = "\n".join(lines)
         raise RuntimeError(f"{what}:\n{text}\n{fix}")
 
 
-def _processes(ids: Sequence[int]) -> str:
+def processes(ids: Sequence[int]) -> str:
+    """Returns `process 1` or `processes 1, 2`, of at most 8 processes."""
     shown = ", ".join(map(str, ids[:8])) + (", ..." if len(ids) > 8 else "")
     return f"process {shown}" if len(ids) == 1 else f"processes {shown}"

@@ -16,6 +16,7 @@ from typing import NamedTuple, final
 from mirror._src.base import clock
 from mirror._src.base.source_lines import is_users, place
 from mirror._src.cluster import store
+from mirror._src.cluster.preflight import processes
 from mirror._src.cluster.start import heartbeat_secs
 from mirror._src.devices import launches
 from mirror._src.devices.launches import Launch
@@ -151,11 +152,8 @@ class Peers:
         more = len(lines) - _MOST_LINES
         lines = [*lines[:_MOST_LINES], *([f"and {more} more processes"] if more > 0 else [])]
         if waiting:
-            shown = ", ".join(map(str, waiting[:_MOST_LINES]))
-            rest = ", ..." if len(waiting) > _MOST_LINES else ""
-            whose = "process" if len(waiting) == 1 else "processes"
             verb = "waits" if len(waiting) == 1 else "wait"
-            lines.append(f"{whose} {shown}{rest} {verb} in launch {launch.joint_number}, too")
+            lines.append(f"{processes(waiting)} {verb} in launch {launch.joint_number}, too")
         return lines
 
     def has_reported(self, launch: Launch) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from mirror._src.base.errors import counted, first_line
 from mirror._src.base.types import Array
 from mirror._src.cluster import consensus, store
+from mirror._src.cluster.preflight import processes
 from mirror._src.cluster.resolvers import Membership
 from mirror._src.cluster.start import initialize, resolver_of_environment
 from mirror._src.devices import backend
@@ -148,7 +149,7 @@ def _unreachable(member: Membership, reason: str, secs: float) -> Check:
 
 def _problems_of(met: Rendezvous, count: int, secs: float) -> Iterator[Check]:
     if met.repeated:
-        finding = f"several processes are process {_listed(met.repeated)}"
+        finding = f"several processes are {processes(met.repeated)}"
         fix = "Give every process its own index, such as the task in TF_CONFIG."
         yield Check(PROCESSES, "problem", finding, "", fix)
     if met.other_counts:
@@ -156,14 +157,9 @@ def _problems_of(met: Rendezvous, count: int, secs: float) -> Iterator[Check]:
         finding = f"process 0 has {count} processes in its cluster, but {', '.join(texts)}"
         yield Check(PROCESSES, "problem", finding, "", "Give every process the same cluster.")
     if met.absent:
-        whose = "process" if len(met.absent) == 1 else "processes"
-        finding = f"{whose} {_listed(met.absent)} of {count} did not join within {secs:g} s"
+        finding = f"{processes(met.absent)} of {count} did not join within {secs:g} s"
         fix = "Start every process at about the same time; their output says what they do. "
         yield Check(PROCESSES, "problem", finding, "", f"{fix}--deadline waits longer.")
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers[:_SHOWN])) + (", ..." if len(numbers) > _SHOWN else "")
 
 
 def _of_lines(name: str, error: Exception) -> Check:
