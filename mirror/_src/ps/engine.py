@@ -97,11 +97,8 @@ class ServerActor:
         return self._store.rows(*arguments)
 
     def statistics(self) -> dict[str, Any]:
-        """Returns counts, and the bytes of memory that the process uses at most."""
-        import resource
-
-        usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        return {**self._store.statistics(), "memory": usage}
+        """Returns counts."""
+        return self._store.statistics()
 
 
 class WorkerActor:
