@@ -389,3 +389,20 @@ def _restore_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_restore_in_child)
+
+
+@contextlib.contextmanager
+def arriving(*numbers: int) -> Iterator[list[int]]:
+    """Yields the signals that arrive, which do nothing else; in the main thread only.
+
+    A signal that is ignored stays ignored: SIGHUP under nohup, SIGINT in a job of a script.
+    """
+    arrived: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    handled = [n for n in numbers if is_main and signal.getsignal(n) is not signal.SIG_IGN]
+    before = {n: signal.signal(n, lambda number, _: arrived.append(number)) for n in handled}
+    try:
+        yield arrived
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -10,15 +10,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, final
 
 from mirror._src.base.errors import expected, require_int, require_secs
+from mirror._src.base.interrupts import arriving
 from mirror._src.base.modules import set_module
 from mirror._src.base.optional import describe_missing
 from mirror._src.base.tracebacks import api_boundary
@@ -239,9 +236,10 @@ class Server:
 
     def join(self) -> None:
         """Waits until the head of the cluster has ended, or for SIGTERM, and stops the node."""
-        with _sigterm() as received:
+        with arriving(signal.SIGTERM) as received:
             unanswered = 0.0
-            while self._process.poll() is None and not received.wait(_POLL_SECS):
+            while self._process.poll() is None and not received:
+                time.sleep(_POLL_SECS)
                 unanswered = 0.0 if answers(self.target) else unanswered + _POLL_SECS
                 if unanswered >= _HEAD_SECS:
                     break
@@ -345,21 +343,3 @@ def _wait_for_head(address: str, deadline: float, secs: float) -> None:
             )
         time.sleep(_POLL_SECS)
     time.sleep(_SETTLE_SECS)
-
-
-@contextmanager
-def _sigterm() -> Iterator[threading.Event]:
-    """Yields an event that SIGTERM sets, instead of ending the process; main thread only."""
-    received = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-
-    def note(_number: int, _frame: FrameType | None) -> None:
-        received.set()
-
-    before: Any = signal.signal(signal.SIGTERM, note)
-    try:
-        yield received
-    finally:
-        signal.signal(signal.SIGTERM, before)

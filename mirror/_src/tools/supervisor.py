@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, NamedTuple
 
+from mirror._src.base.interrupts import arriving
 from mirror._src.tools.job import POLL_SECS, Job, tf_configs
 
 _FAILURE_GRACE_SECS = 5.0  # the others stand in a collective, and often cannot react to a signal
@@ -37,27 +38,6 @@ class Exit(NamedTuple):
         return self.status if self.status >= 0 else 128 - self.status
 
 
-class _Signals:
-    """The signals that the launcher has received; its handlers raise nothing, wherever it is."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-
-    def __enter__(self) -> list[int]:
-        # What is ignored stays ignored: SIGHUP under nohup, SIGINT in a job of a script.
-        handled = [n for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._receive) for number in handled}
-        return self.received
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, frame: object) -> None:
-        del frame
-        self.received.append(number)
-
-
 def run(
     arguments: Sequence[str],
     environments: Sequence[Mapping[str, str]],
@@ -76,7 +56,7 @@ def run(
         grace_secs: Time that the processes get to end after Ctrl-C or SIGTERM.
     """
     number = 0
-    with _Signals() as received:
+    with arriving(*_SIGNALS) as received:
         while True:
             failure = _attempt(arguments, environments, number, received, grace_secs)
             if received:
