@@ -3,6 +3,8 @@
 import contextlib
 import ipaddress
 import socket
+from collections.abc import Callable
+from typing import Any
 
 
 def gloo_address(host: str) -> str | None:
@@ -10,15 +12,7 @@ def gloo_address(host: str) -> str | None:
 
     None if the name does not resolve to an address of this machine.
     """
-    try:
-        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return None
-    for family, kind, protocol, _, address in entries:
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as test:
-            test.bind(address)
-            return str(address[0])
-    return None
+    return _own_address(host, 0, socket.SOCK_STREAM, socket.socket.bind)
 
 
 def is_loopback(address: str) -> bool:
@@ -28,12 +22,16 @@ def is_loopback(address: str) -> bool:
 
 def address_towards(host: str) -> str | None:
     """Returns this machine's address in the network of another one. Sends nothing."""
-    try:
-        entries = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    except OSError:
-        return None
-    for family, kind, protocol, _, address in entries:
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as test:
-            test.connect(address)
-            return str(test.getsockname()[0])
+    return _own_address(host, 9, socket.SOCK_DGRAM, socket.socket.connect)
+
+
+def _own_address(
+    host: str, port: int, kind: int, use: Callable[[socket.socket, Any], None]
+) -> str | None:
+    """Returns the own address of a socket after the first use of an address that succeeds."""
+    with contextlib.suppress(OSError):
+        for family, *arguments, _, address in socket.getaddrinfo(host, port, type=kind):
+            with contextlib.suppress(OSError), socket.socket(family, *arguments) as test:
+                use(test, address)
+                return str(test.getsockname()[0])
     return None
