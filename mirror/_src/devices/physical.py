@@ -224,15 +224,12 @@ def _partition(nvml: Any, handle: Any) -> Any:
 
 
 def _describe(nvml: Any, handle: Any) -> Gpu:
-    try:
+    capability, num_bytes = None, 0
+    with contextlib.suppress(nvml.NVMLError):  # old drivers, and MIG partitions
         major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
         capability = (int(major), int(minor))
-    except nvml.NVMLError:  # old drivers, and MIG partitions
-        capability = None
-    try:
+    with contextlib.suppress(nvml.NVMLError):
         num_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
-    except nvml.NVMLError:
-        num_bytes = 0
     uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
     return Gpu(uuid, name, capability, num_bytes)
 
