@@ -1904,8 +1904,8 @@ _OF_PARAMETER_SERVERS = (
     Fault(
         "the number after a range",
         f"{_PS}/store.py",
-        "number < self._ranges[position - 1][1]",
-        "number <= self._ranges[position - 1][1]",
+        "bisect.bisect_right(self._bounds, number)",
+        "bisect.bisect_left(self._bounds, number)",
         ("tests/ps/test_store.py",),
         likely="numbers_are_a_set",
     ),

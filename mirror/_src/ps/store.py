@@ -3,6 +3,7 @@
 import bisect
 import collections
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -45,34 +46,26 @@ class Numbers:
     """
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
-        self._ranges = [*ranges]
+        self._bounds = [*itertools.chain.from_iterable(ranges)]
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """The ranges `start, stop`, ascending."""
-        return tuple(self._ranges)
-
-    def _position(self, number: int) -> int:
-        """Returns the number of ranges that start at the number or before."""
-        return bisect.bisect_right(self._ranges, number, key=lambda each: each[0])
+        return tuple(zip(self._bounds[::2], self._bounds[1::2], strict=True))
 
     def __contains__(self, number: int) -> bool:
-        position = self._position(number)
-        return position > 0 and number < self._ranges[position - 1][1]
+        return bisect.bisect_right(self._bounds, number) % 2 == 1
 
     def add(self, number: int) -> bool:
         """Adds a number; returns whether it is new."""
         if number in self:
             return False
-        start, stop, first = number, number + 1, self._position(number)
-        last = first
-        if first > 0 and self._ranges[first - 1][1] == start:
-            first -= 1
-            start = self._ranges[first][0]
-        if last < len(self._ranges) and self._ranges[last][0] == stop:
-            stop = self._ranges[last][1]
-            last += 1
-        self._ranges[first:last] = [(start, stop)]
+        for bound in (number, number + 1):  # one that exists joins two ranges
+            position = bisect.bisect_left(self._bounds, bound)
+            if self._bounds[position : position + 1] == [bound]:
+                del self._bounds[position]
+            else:
+                self._bounds.insert(position, bound)
         return True
 
 
