@@ -122,7 +122,7 @@ def _argument_places(examined: ExaminedStep) -> Iterator[_Place]:
     args, kwargs = call.tree
     names = argument_names(call.fn, len(args))
     paths, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    optax_leaves = _find_optax_leaves(jax.tree.structure((args, kwargs)))
+    optax_leaves = _find_optax_leaves((args, kwargs))
     for number, i in enumerate(call.layout.dynamic):
         path = paths[i][0]
         argument = names[path[1].idx] if path[0].idx == 0 else path[1].key
@@ -145,22 +145,20 @@ def _key_name(key: Any) -> str:
     return str(getattr(key, "name", getattr(key, "key", "")))
 
 
-def _find_optax_leaves(treedef: Any, start: int = 0, inside: bool = False) -> set[int]:
+def _find_optax_leaves(tree: Any) -> set[int]:
     """Returns the positions of the leaves inside states of Optax transformations."""
-    data = treedef.node_data()
-    if data is None:
-        return {start} if inside else set()
-    kind = data[0]
-    module = getattr(kind, "__module__", "") or ""
-    inside = inside or (
-        isinstance(kind, type) and issubclass(kind, tuple) and module.split(".")[0] == "optax"
-    )
-    positions: set[int] = set()
-    for child in treedef.children():
-        if child.num_leaves:
-            positions |= _find_optax_leaves(child, start, inside)
-        start += child.num_leaves
+    positions, start = set[int](), 0
+    for node in jax.tree.leaves(tree, is_leaf=_is_optax):
+        stop = start + len(jax.tree.leaves(node))
+        if _is_optax(node):
+            positions.update(range(start, stop))
+        start = stop
     return positions
+
+
+def _is_optax(node: Any) -> bool:
+    module = getattr(type(node), "__module__", "") or ""
+    return isinstance(node, tuple) and module.split(".")[0] == "optax"
 
 
 def _captured(examined: ExaminedStep) -> list[jax.Array]:
