@@ -75,16 +75,10 @@ def init_structs(
 
 def owner(path: Path, names: Mapping[str, Any]) -> str | None:
     """Returns the leaf that a leaf of the state belongs to: whose path ends its path."""
-    keys: list[str] = []
-    for key in reversed(path):
-        if not isinstance(key, jax.tree_util.DictKey):
-            break
-        keys.insert(0, str(key.key))
-    while keys:
-        if (name := ".".join(keys)) in names:
-            return name
-        del keys[0]
-    return None
+    inner = itertools.takewhile(lambda k: isinstance(k, jax.tree_util.DictKey), reversed(path))
+    keys = [str(key.key) for key in inner][::-1]
+    ends = (".".join(keys[i:]) for i in range(len(keys)))
+    return next((name for name in ends if name in names), None)
 
 
 def row_owner(path: Path, shape: Sequence[int], leaves: Mapping[str, Any]) -> str | None:

@@ -282,9 +282,8 @@ def _slices(leaf: Leaf, most: int, partitioner: PartitionerLike | None) -> list[
     number = max(1, min(int(number), most, num_rows))
     least, longer = divmod(num_rows, number)
     stops = itertools.accumulate(least + (index < longer) for index in range(number))
-    slices, start = [], 0
-    for stop in stops:
-        shape = (stop - start, *leaf.shape[1:]) if leaf.shape else ()
+    slices = []
+    for start, stop in itertools.pairwise([0, *stops]):
+        shape = (stop - start, *leaf.shape[1:])[: len(leaf.shape)]  # a scalar has no axis
         slices.append(Slice(leaf.name, start, stop, shape, leaf.dtype, leaf.kind))
-        start = stop
     return slices
