@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.resources
+import math
 import re
 import sys
 import tomllib
@@ -60,16 +61,17 @@ def add_commands(parser: argparse.ArgumentParser) -> tuple[list[str], dict[str, 
     return list(tables), others
 
 
-def _positive_int(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
+def _integer(what: str, least: int = 0, most: float = math.inf) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.strip().isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+        return int(text)
+
+    return parse
 
 
-def _non_negative_int(text: str) -> int:
-    if not text.strip().isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a non-negative integer")
-    return int(text)
+_positive_int = _integer("a positive integer", 1)
+_MOST_SEED = 2**32 - 1
 
 
 def _positive_ints(text: str) -> tuple[int, ...]:
@@ -84,13 +86,6 @@ def _count_or_names(text: str) -> int | tuple[str, ...]:
     return tuple(name.strip() for name in text.split(","))
 
 
-def _seed(text: str) -> int:
-    """Parses a seed of 32 bits."""
-    if not text.strip().isdecimal() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 0 to {2**32 - 1}")
-    return int(text)
-
-
 def _positions(text: str) -> tuple[int, ...]:
     """Parses positions of arguments, counted from 0 and separated by commas."""
     parts = [part.strip() for part in text.split(",")]
@@ -101,10 +96,10 @@ def _positions(text: str) -> tuple[int, ...]:
 
 _TYPES: dict[str, Callable[[str], Any]] = {
     "count_or_names": _count_or_names,
-    "non_negative_int": _non_negative_int,
+    "non_negative_int": _integer("a non-negative integer"),
     "path": Path,
     "positions": _positions,
     "positive_int": _positive_int,
     "positive_ints": _positive_ints,
-    "seed": _seed,
+    "seed": _integer(f"an integer from 0 to {_MOST_SEED}", 0, _MOST_SEED),
 }
