@@ -5,6 +5,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import logging
 import os
 from collections.abc import Iterable, Iterator
@@ -184,12 +185,9 @@ def _visible(selection: str | None) -> tuple[Gpu, ...]:
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         if selection is None:
             return tuple(_describe(nvml, _partition(nvml, handle)) for handle in handles)
-        chosen: list[Gpu] = []
-        for entry in map(str.strip, selection.split(",")):
-            handle = _find(nvml, handles, entry)
-            if handle is None:
-                break
-            chosen.append(_describe(nvml, handle))
+        found = (_find(nvml, handles, entry.strip()) for entry in selection.split(","))
+        valid = itertools.takewhile(lambda handle: handle is not None, found)
+        chosen = [_describe(nvml, handle) for handle in valid]
         has_repeats = len({gpu.uuid for gpu in chosen}) < len(chosen)
         return () if has_repeats else tuple(chosen)
 
