@@ -129,20 +129,11 @@ def _write(connection: socket.socket, message: dict[str, Any]) -> None:
 
 def _read(connection: socket.socket, deadline: float) -> dict[str, Any] | None:
     """Returns a message; None if the connection ends first, or another program sends something."""
-    line = b""
-    while not line.endswith(b"\n"):
-        left = deadline - time.monotonic()
-        if left <= 0 or len(line) > _LONGEST_LINE:
-            return None
-        connection.settimeout(left)
-        try:
-            piece = connection.recv(4096)
-        except OSError:
-            return None
-        if not piece:
-            return None
-        line += piece
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        message = json.loads(line)["mirror"]
+    with (
+        contextlib.suppress(OSError, ValueError, KeyError, TypeError),
+        connection.makefile("rb") as file,
+    ):
+        connection.settimeout(deadline - time.monotonic())
+        message = json.loads(file.readline(_LONGEST_LINE))["mirror"]
         return message if isinstance(message, dict) else None
     return None
