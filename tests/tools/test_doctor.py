@@ -405,7 +405,7 @@ def test_gpus_are_listed_from_the_driver(monkeypatch):
     monkeypatch.setattr(environment, "gpus_of_process", lambda: tuple(gpus))
     (check,) = check_environment({})
     assert check.found == "2: Some GPU (16.0 GiB), Some GPU (16.0 GiB)"
-    monkeypatch.setattr(environment, "may_have_gpus", lambda: True)
+    monkeypatch.setattr(environment, "unlisted_platforms", lambda: ["cuda"])
     monkeypatch.setitem(sys.modules, "pynvml", None)
     (check,) = check_environment({})
     assert check.state == "warning"

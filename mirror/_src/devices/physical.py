@@ -109,11 +109,6 @@ def unlisted_platforms() -> list[str]:
         return [name for name, is_there in drivers.items() if is_there and nvml is None]
 
 
-def may_have_gpus() -> bool:
-    """Whether JAX may have GPUs that cannot be listed because NVML is not available."""
-    return bool(unlisted_platforms())
-
-
 def _has_driver() -> bool:
     """Whether there is an NVIDIA driver; in WSL2, a GPU that JAX has the plugin for."""
     if any(map(os.path.exists, _DRIVERS)):

@@ -14,7 +14,13 @@ from mirror._src.devices.jax_options import (
     VISIBLE_GPUS,
 )
 from mirror._src.devices.names import PhysicalDevice
-from mirror._src.devices.physical import CPU, gpu_of, list_physical_devices, may_have_gpus, ordinal
+from mirror._src.devices.physical import (
+    CPU,
+    gpu_of,
+    list_physical_devices,
+    ordinal,
+    unlisted_platforms,
+)
 
 MIB = 2**20
 
@@ -102,7 +108,7 @@ def unknown_gpus_are_visible() -> bool:
 
 def has_no_gpu_to_hide() -> bool:
     """Whether JAX will find no GPU in any case."""
-    return not visible_gpus() and (not unknown_gpus_are_visible() or not may_have_gpus())
+    return not visible_gpus() and (not unknown_gpus_are_visible() or not unlisted_platforms())
 
 
 def ordinals_of_backend() -> list[int]:

@@ -146,11 +146,8 @@ class ClusterCoordinator:
     @api_boundary
     def fetch(self, tree: PyTree) -> PyTree:
         """Returns a tree with the results of its `RemoteValue`s, for which it waits."""
-        return jax.tree.map(
-            lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf,
-            tree,
-            is_leaf=lambda leaf: isinstance(leaf, RemoteValue),
-        )
+        is_remote = lambda leaf: isinstance(leaf, RemoteValue)  # noqa: E731
+        return jax.tree.map(lambda x: x.fetch() if is_remote(x) else x, tree, is_leaf=is_remote)
 
     @api_boundary
     def create_per_worker_dataset(self, dataset_fn: Callable[[], Any]) -> PerWorkerDataset:

@@ -229,8 +229,10 @@ def check_all_reduce(strategy: MultiWorkerMirroredStrategy, secs: float) -> Chec
         error = result.exception()
         fault = "" if error is None else first_line(error)
         times = {} if fault else result.result()
-    faults = {0: fault} if store.process_count() == 1 else _exchanged_faults(fault, secs)
-    wrong = {i: text for i, text in faults.items() if text}
+    faults = [{"fault": fault}]
+    if store.process_count() > 1:
+        faults = consensus.gather("doctor/all-reduce", faults[0], time.monotonic() + secs)
+    wrong = {i: said["fault"] for i, said in enumerate(faults) if said["fault"]}
     if wrong:
         texts = [f"process {i}: {text}" for i, text in list(wrong.items())[:_SHOWN]]
         meaning = "A training step would fail or hang."
@@ -244,11 +246,6 @@ def _fix(strategy: MultiWorkerMirroredStrategy) -> str:
     if backend.type_of(strategy.devices[0]) == "GPU":
         return "export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=eth0, with the name of your interface."
     return "Allow connections between all machines, on all ports. See the check of the address."
-
-
-def _exchanged_faults(fault: str, secs: float) -> dict[int, str]:
-    each = consensus.gather("doctor/all-reduce", {"fault": fault}, time.monotonic() + secs)
-    return {i: said["fault"] for i, said in enumerate(each)}
 
 
 def _sums(strategy: MultiWorkerMirroredStrategy) -> dict[str, float]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from mirror._src.base.errors import bytes_in_words
 from mirror._src.devices.host_devices import HOST_DEVICES_FLAG
-from mirror._src.devices.physical import gpus_of_process, how_to_list, may_have_gpus
+from mirror._src.devices.physical import gpus_of_process, how_to_list, unlisted_platforms
 from mirror._src.tools.doctor.check import Check
 
 _TERMINATE = "--xla_cpu_collective_call_terminate_timeout_seconds"
@@ -130,7 +130,7 @@ def _check_preallocate(value: str) -> Check:
 def _check_gpus() -> Check:
     """Lists the GPUs that the driver shows to this process."""
     gpus = gpus_of_process()
-    if may_have_gpus():
+    if unlisted_platforms():
         meaning = "mirror.config cannot list the GPUs, nor select some of them before JAX starts."
         return Check("GPUs", "warning", "the driver cannot be queried", meaning, how_to_list())
     if not gpus:
