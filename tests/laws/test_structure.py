@@ -77,19 +77,19 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(1019, 24, 14),
-    "devices": Size(2138, 25, 26),
-    "cluster": Size(1114, 9, 20),
+    "base": Size(1035, 24, 14),
+    "devices": Size(2119, 25, 26),
+    "cluster": Size(1112, 9, 20),
     "jaxprs": Size(3139, 25, 30),
     "passes": Size(2634, 21, 34),
-    "engine": Size(5350, 56, 70),
-    "inspection": Size(2121, 17, 23),
+    "engine": Size(5349, 56, 70),
+    "inspection": Size(2099, 17, 23),
     "data": Size(1444, 13, 28),
     "keras": Size(558, 7, 8),
-    "strategy": Size(997, 8, 8),
+    "strategy": Size(1001, 8, 8),
     "training": Size(5508, 38, 64),
-    "ps": Size(3741, 20, 72),
-    "tools": Size(3173, 41, 33),
+    "ps": Size(3565, 20, 67),
+    "tools": Size(3076, 41, 32),
 }
 
 
