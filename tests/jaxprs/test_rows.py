@@ -84,6 +84,10 @@ def summed(tree):
     return jax.lax.psum(tree, AXIS)
 
 
+def grouped(x):
+    return jax.lax.psum(x, AXIS, axis_index_groups=[[0, 1], [2, 3]])
+
+
 def everywhere(x):
     return jax.lax.all_gather(x, AXIS, tiled=True)
 
@@ -322,6 +326,10 @@ ACROSS = {
     },
     "number of all rows": (
         lambda m, x: x.sum(-1) - (summed((m[:, None] * x).sum(0)) / (REPLICAS * ROWS)).sum(),
+        X,
+    ),
+    "number of rows of a group": (
+        lambda m, x: x.sum(-1) - (grouped((m[:, None] * x).sum(0)) / (2 * ROWS)).sum(),
         X,
     ),
     "share of rows": (lambda m, x: x.sum(-1) * m.mean(), X),

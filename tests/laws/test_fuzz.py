@@ -4,9 +4,12 @@
 """
 
 import os
+import random
+from collections import Counter
 
 import pytest
 
+from tests.fuzz import rows
 from tests.fuzz.faults import SEARCHED, plant
 from tests.fuzz.generate import PROFILES, generate
 from tests.fuzz.laws import (
@@ -107,3 +110,24 @@ def test_generated_programs_are_reproducible(subtests):
             program = generate(profile, 7)
             assert program == generate(profile, 7) != generate(profile, 8)
             assert eval(repr(program), vars(names)) == program
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_padding_does_not_change_what_excludes_it():
+    """Two of the seeds were found to give NaN: zero times infinity."""
+    tally = Counter()
+    for seed in (4610, 9553, *range(40)):
+        rows.check(seed, tally)
+        rows.check_gradient(seed, tally)
+    assert tally["excluded, equal"] > tally["padded, equal"] > 0
+    assert tally["empty, claimed, NaN"] > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.nightly
+def test_padding_does_not_change_what_excludes_it_in_new_programs():
+    tally, first = Counter(), random.randrange(10**9)
+    for seed in range(first, first + 500):
+        rows.check(seed, tally)
+        rows.check_gradient(seed, tally)
+    assert tally["excluded, equal"] > tally["padded, equal"]

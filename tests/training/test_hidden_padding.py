@@ -199,3 +199,92 @@ def test_numbers_that_do_not_change_the_result_give_what_one_device_gives(subtes
     difference = sum(wanted(kernel + step).values()) - sum(wanted(kernel - step).values())
     gradient = kernel - model.kernel[...]
     assert (gradient * direction).sum() == pytest.approx(difference / 2e-6, rel=1e-3)
+
+
+# Functions of the outputs `z` of a replica and the mask `m` of its rows. Batches of 3 and 1 on two
+# replicas with two rows: one has padding, and of the smaller batch, one has padding only.
+NAN = {
+    "norm": (lambda z, m: jnp.linalg.norm(z * m[:, None], axis=-1), 3),
+    "division by a norm": (lambda z, m: unit(z * m[:, None]).sum(-1), 3),
+    "NaN in a product": (lambda z, m: similar(z, unit(hidden(z, m, 0)), m), 3),
+    "logarithm": (lambda z, m: jnp.log((z * m[:, None]) ** 2).sum(-1), 3),
+    "loss over the mask": (lambda z, m: cross_entropy(z) / m, 3),
+    "softmax of a row of -inf": (lambda z, m: mixed(z, m[None] & m[:, None]), 3),
+    "softmax of -inf": (lambda z, m: mixed(z, m[None]), 1),
+    "maximum": (lambda z, m: (z - hidden(z, m, -jnp.inf).max(0)).sum(-1) ** 2, 1),
+}
+FINITE = {
+    "norm and a number": lambda z, m: jnp.sqrt(((z * m[:, None]) ** 2).sum(-1) + 1e-6),
+    "safe norm": lambda z, m: optax.safe_norm(z * m[:, None], 1e-6, axis=-1),
+    "root of 1": lambda z, m: jnp.sqrt(jnp.where(m, (z**2).sum(-1), 1)),
+    "hidden before": lambda z, m: unit(hidden(z, m, 0)).sum(-1),
+    "hidden afterwards": lambda z, m: jnp.where(m, jnp.sqrt((z**2).sum(-1)), 0),
+    "layer norm": lambda z, m: nnx.LayerNorm(4, rngs=nnx.Rngs(0))(z * m[:, None])[:, 0],
+    "logsumexp of -inf": lambda z, m: similar(z, z, m),
+    "logsumexp of rows of -inf": lambda z, m: lse(
+        jnp.where(m[None] & m[:, None], z @ z.T, -jnp.inf)
+    ),
+    "softmax where": lambda z, m: (jax.nn.softmax(z @ z.T, where=m[None]) @ z).sum(-1),
+    "softmax of -1e9": lambda z, m: (jax.nn.softmax(jnp.where(m, z @ z.T, -1e9)) @ z).sum(-1),
+    "weights": lambda z, m: mirror.Weighted(cross_entropy(z) * m, m * 1.0),
+}
+
+
+def hidden(z, m, number):
+    return jnp.where(m[:, None], z, number)
+
+
+def similar(z, others, m):
+    return lse(jnp.where(m, z @ others.T, -jnp.inf))
+
+
+def unit(z):
+    return z / jnp.linalg.norm(z, axis=-1, keepdims=True)
+
+
+def mixed(z, mask):
+    return (jax.nn.softmax(jnp.where(mask, z @ z.T, -jnp.inf)) @ z).sum(-1)
+
+
+def cross_entropy(z):
+    return optax.softmax_cross_entropy_with_integer_labels(z, jnp.arange(len(z)))
+
+
+def masked_trainer(fn):
+    def loss_fn(model, batch):
+        return fn(model(batch["x"]), mirror.example_mask(batch))
+
+    return mirror.Trainer(linear(), optax.sgd(0.1), loss_fn, strategy=cpu_strategy(2))
+
+
+def test_a_gradient_that_padding_makes_nan_is_rejected(subtests):
+    for name, (fn, size) in NAN.items():
+        with subtests.test(msg=name):
+            names = ["loss_fn", "NaN gradient", "test_hidden_padding.py"]
+            with raises(ValueError, names=names, values=size, fix="drop_remainder"):
+                fit(masked_trainer(fn), [{"x": X[:4]}, {"x": X[4 : 4 + size]}])
+
+
+def test_a_gradient_that_is_finite_in_spite_of_padding_is_not_rejected(subtests):
+    for name, fn in FINITE.items():
+        with subtests.test(msg=name):
+            trainer = masked_trainer(fn)
+            fit(trainer, [{"x": X[:4]}, {"x": X[4:7]}, {"x": X[7:8]}])
+            assert np.isfinite(trainer.model.kernel[...]).all()
+
+
+def test_statistics_of_a_piece_without_examples_are_rejected():
+    """Normalizes pieces of four rows; the second one has none of three examples."""
+
+    def loss_fn(model, batch):
+        z = model(batch["x"])
+        mask = mirror.example_mask(batch)[:, None]
+        return nnx.BatchNorm(4, rngs=nnx.Rngs(0))(z, mask=mask).sum(-1) ** 2
+
+    options = {"accumulate_steps": 2, "strategy": cpu_strategy(1)}
+    trainer = mirror.Trainer(linear(), optax.sgd(0.1), loss_fn, **options)
+    with (
+        pytest.warns(UserWarning, match="batch normalization"),
+        raises(ValueError, names=["loss_fn", "2 pieces"], values=3, fix="multiples of 2"),
+    ):
+        fit(trainer, [{"x": X[:8]}, {"x": X[:3]}])

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mirror._src.jaxprs.row_fills import POSITIVE, Value, is_neutral
+from mirror._src.jaxprs.row_fills import POSITIVE, SOME_NAN, Value, is_nan, is_neutral
 
 
 class Place(NamedTuple):
@@ -63,7 +63,7 @@ def never(_: Value) -> bool:
 
 def known(value: Value) -> bool:
     """Padding with a known number does not change the result."""
-    return isinstance(value, float)
+    return isinstance(value, float) and not is_nan(value)
 
 
 def neutral(name: str, dtype: Any) -> Excludes:
@@ -82,6 +82,7 @@ class Rows(NamedTuple):
         padded: Lines at which padding came to influence other rows.
         means: Lines of means over the examples of one replica, whose numbers may differ.
         diluted: Lines of means that count the padding, unless two of them are divided.
+        undefined: Lines at which numbers became NaN, of a value with known numbers that are NaN.
         unknown: Lines of operations that the pass does not know.
         is_mask: Whether it is computed from the mask and constants only.
         is_index: Whether it is computed from an index of rows and constants only.
@@ -96,6 +97,7 @@ class Rows(NamedTuple):
     padded: Lines = NO_LINES
     means: Lines = NO_LINES
     diluted: Lines = NO_LINES
+    undefined: Lines = NO_LINES
     unknown: Lines = NO_LINES
     is_mask: bool = False
     is_index: bool = False
@@ -118,6 +120,29 @@ class Rows(NamedTuple):
         return self._replace(
             fills=frozenset(each for each in known if each[1] not in (None, POSITIVE))
         )
+
+    def spread(self, operand: "Rows", axes: Iterable[int]) -> "Rows":
+        """Returns a combination of entries along axes, which is NaN if one of them is."""
+        if not any(is_nan(operand.value(row)) for row in operand.axes if row.axis in axes):
+            return self
+        return self._replace(constant=SOME_NAN).filled(lambda _: SOME_NAN)
+
+    def cut(self) -> "Rows":
+        """Returns some of the entries, of which perhaps none is NaN."""
+        value = self.filled(lambda axis: None if self.value(axis) == SOME_NAN else self.value(axis))
+        return value._replace(constant=None) if self.constant == SOME_NAN else value
+
+    def noted(self, operands: Sequence["Rows"], line: Place) -> "Rows":
+        """Returns the result of an operation with the lines at which numbers became NaN."""
+        if not self.has_nan:
+            return self._replace(undefined=NO_LINES)
+        is_new = not any(x.has_nan for x in operands)
+        return self._replace(undefined=frozenset({line}) if is_new else self.undefined)
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether a known number is NaN."""
+        return is_nan(self.constant) or any(is_nan(value) for _, value in self.fills)
 
     def without(self, axes: Iterable[int], line: Place, excludes: "Excludes" = never) -> "Rows":
         """Returns the value after the entries along some axes were combined at a line.
@@ -165,6 +190,7 @@ def join(operands: Sequence[Rows]) -> Rows:
         lines("padded"),
         lines("means"),
         lines("diluted"),
+        lines("undefined"),
         lines("unknown"),
         bool(facts) and all(x.is_mask for x in facts),
         bool(facts) and all(x.is_index for x in facts),

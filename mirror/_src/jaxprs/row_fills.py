@@ -21,6 +21,8 @@ _HUGE = 1e8
 _LARGEST_ARRAY = 2**16
 POSITIVE: Value = ("positive", 0, 0)
 """A positive number without rows, such as a learned temperature."""
+SOME_NAN: Value = ("NaN", 0, 0)
+"""Numbers of which some are NaN."""
 
 _SAME = {"add_any": "add", "lt_to": "lt", "le_to": "le", "eq_to": "eq"}
 _KEEPING = PASSING | CASTING | {"real"}
@@ -99,6 +101,10 @@ def elementwise(eqn: JaxprEqn, values: Sequence[Value]) -> Value:
         return _cast(values[0], eqn)
     if all(isinstance(value, float) for value in values):
         return _evaluated(name, eqn, values)
+    if any(map(is_nan, values)):
+        is_number = jnp.issubdtype(dtype_of(eqn.outvars[0]), jnp.inexact)
+        is_known = name in _FUNCTIONS and name != "pow"  # NaN ** 0 is 1
+        return SOME_NAN if is_number and (is_known or name == "integer_pow") else None
     if name in ("exp", "exp2", "logistic") or (
         name in _KEEP_SIGN and all(map(_is_positive, values))
     ):
@@ -132,12 +138,27 @@ def reduction(eqn: JaxprEqn, value: Value, count: int) -> Value:
     """Returns the result of a reduction of `count` equal entries."""
     name = eqn.primitive.name
     if not isinstance(value, float):
-        return None
+        is_kept = value == SOME_NAN and name in ("reduce_sum", "reduce_max", "reduce_min")
+        return value if is_kept else None
     if name == "reduce_sum":
         return _cast(_number(value * count), eqn)
     if name == "reduce_prod":
         return _number(math.prod([value] * count)) if value in (0, 1) else None
     return value if name in ("reduce_max", "reduce_min", "reduce_and", "reduce_or") else None
+
+
+def product(values: Sequence[Value]) -> Value:
+    """Returns the product of numbers, any of which may be unknown, if it is 0 or NaN."""
+    if any(map(is_nan, values)):
+        return SOME_NAN
+    if 0 not in values:
+        return None
+    return math.nan if any(isinstance(x, float) and math.isinf(x) for x in values) else 0.0
+
+
+def is_nan(value: Value) -> bool:
+    """Whether some numbers are NaN."""
+    return value == SOME_NAN or (isinstance(value, float) and math.isnan(value))
 
 
 def is_neutral(name: str, value: Value, dtype: Any) -> bool:
@@ -167,9 +188,7 @@ def _evaluated(name: str, eqn: JaxprEqn, values: Sequence[Any]) -> Value:
     if function is None:
         return None
     with np.errstate(all="ignore"):
-        result = _cast(_number(function(*map(np.float64, values))), eqn)
-    is_new_nan = result != result and not any(value != value for value in values)
-    return None if is_new_nan else result  # such as 0 * -1e9, if that is as good as infinite
+        return _cast(_number(function(*map(np.float64, values))), eqn)
 
 
 def _round_away(value: Any) -> Any:

@@ -29,7 +29,16 @@ from mirror._src.jaxprs.row_facts import (
     neutral,
     unknown,
 )
-from mirror._src.jaxprs.row_fills import Value, dtype_of, elementwise, limits, reduction
+from mirror._src.jaxprs.row_fills import (
+    SOME_NAN,
+    Value,
+    dtype_of,
+    elementwise,
+    is_nan,
+    limits,
+    product,
+    reduction,
+)
 
 Rule = Callable[[JaxprEqn, list[Rows], Place], Rows]
 
@@ -42,6 +51,11 @@ def _elementwise(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     name, joined = eqn.primitive.name, join(operands)
     joined = joined.filled(lambda axis: elementwise(eqn, [x.value(axis) for x in operands]))
     joined = joined._replace(constant=elementwise(eqn, [x.constant for x in operands]))
+    if name == "select_n" and operands[0].is_mask and joined.constant is None:
+        of_padding = {value for _, value in operands[0].fills}
+        of_examples = [x for i, x in enumerate(operands[1:]) if i not in of_padding]
+        if any(is_nan(x.constant) for x in of_examples):
+            joined = joined._replace(constant=SOME_NAN)
     if name in ("mul", "div") and joined.mixed and not joined.is_mask:
         counts = [x for x in operands if x.is_mask and not x.axes and x.mixed]
         if counts and any(not x.is_mask and x.mixed and not x.axes for x in operands):
@@ -104,10 +118,12 @@ def _reduction(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     count = math.prod(_shape(eqn.invars[0])[axis] for axis in axes)
     result = reduced(joined, axes, line, neutral(name, dtype_of(eqn.invars[0])))
     result = result.filled(lambda axis: reduction(eqn, result.value(axis), count))
-    constant = reduction(eqn, joined.constant, count)
+    result = result._replace(constant=reduction(eqn, joined.constant, count))
+    if name in ("reduce_sum", "reduce_max", "reduce_min"):
+        result = result.spread(joined, axes)
     num_summed = count * max(operands[0].num_summed, 1) if is_sum else 0
     factor = operands[0].factor if is_sum else 1.0
-    return result._replace(is_index=False, constant=constant, num_summed=num_summed, factor=factor)
+    return result._replace(is_index=False, num_summed=num_summed, factor=factor)
 
 
 def _along(*names: str) -> Rule:
@@ -243,6 +259,7 @@ def _picked(value: Rows, cut: set[int], line: Place) -> Rows:
     They are counted from the end as well, where the padding is, so that no number is neutral.
     """
     joined = {x.axis for x in value.axes if x.axis in cut and x.origin == "joined"}
+    value = value.cut() if cut else value
     result = value.without(cut - joined, line)._replace(axes=value.axes)
     return result._replace(unknown=result.unknown | {line}) if joined else result
 
@@ -267,12 +284,23 @@ def _extended(value: Rows, axes: set[int], operands: list[Rows]) -> Rows:
             return value.value(axis)
         return join([x for x in operands if axis in x.axes]).value(axis)
 
-    value = value.filled(own)
+    value = _partly(value.filled(own), operands)
 
     def move(row: RowAxis) -> tuple[RowAxis]:
         return (row._replace(origin="joined") if row.axis in axes and not row.origin else row,)
 
     return value.moved(move)
+
+
+def _partly(value: Rows, parts: list[Rows]) -> Rows:
+    """Returns a value that consists of parts, any of which may be NaN."""
+
+    def number(of: Callable[[Rows], Value], otherwise: Value) -> Value:
+        return SOME_NAN if any(is_nan(of(x)) for x in parts) else otherwise
+
+    constant = number(lambda x: x.constant, value.constant)
+    value = value._replace(constant=constant)
+    return value.filled(lambda axis: number(lambda x: x.value(axis), value.value(axis)))
 
 
 def _pad(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
@@ -303,12 +331,14 @@ def _dot(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
         place |= {d: start + k for k, d in enumerate(free)}
         place |= {d: -1000 - k for k, d in enumerate(contracted[i])}
         sides.append(_placed(operands[i], place))
-    joined = join(sides)._replace(constant=None, is_index=False)
-    joined = joined.filled(lambda axis: 0.0 if any(x.value(axis) == 0 for x in sides) else None)
+    constant = product([x.constant for x in sides])
+    joined = join(sides)._replace(constant=constant, is_index=False)
+    joined = joined.filled(lambda axis: product([x.value(axis) for x in sides]))
     axes = [-1000 - k for k in range(len(contracted[0]))]
     is_sum = any(row.axis in axes for row in joined.axes)
     count = math.prod(_shape(eqn.invars[0])[d] for d in contracted[0]) if is_sum else 0
-    return joined.without(axes, line, lambda value: value == 0)._replace(num_summed=count)
+    result = joined.without(axes, line, lambda value: value == 0).spread(joined, axes)
+    return result._replace(num_summed=count)
 
 
 def _placed(value: Rows, place: dict[int, int]) -> Rows:
@@ -339,7 +369,7 @@ def _window(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
 
 
 def _gather(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
-    array, indices = operands
+    array, indices = operands[0].cut(), operands[1]
     dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     shape = _shape(eqn.invars[0])
     batch = [d for d in range(len(_shape(eqn.outvars[0]))) if d not in dims.offset_dims]
@@ -406,6 +436,8 @@ def _scatter(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     result = result.filled(
         lambda axis: both.value(axis) if name == "scatter" or both.value(axis) == 0 else None
     )
+    if name == "scatter-add":
+        result = _partly(result, [array, rows])
     is_own = indices.is_index and all(not x.origin for x in array.axes)
     if (not rest and not own) or (array.axes and is_own):  # x.at[jnp.arange(n), labels].set(v)
         return result

@@ -30,7 +30,7 @@ from mirror._src.jaxprs.row_facts import (
     neutral,
     unknown,
 )
-from mirror._src.jaxprs.row_fills import Value, constant_of, dtype_of
+from mirror._src.jaxprs.row_fills import Value, constant_of, dtype_of, is_nan
 from mirror._src.jaxprs.row_rules import CONSTANT_RULES, FILLED_RESULT, RULES, gathered, reduced
 from mirror._src.jaxprs.user_lines import is_within_file, line_within
 
@@ -79,7 +79,7 @@ class _Pass(Interpreter[Rows]):
             return [self.collective(eqn, operand, line) for operand in operands]
         if rule is None:
             return [unknown(operands, line)] * count
-        result = rule(eqn, operands, line)
+        result = rule(eqn, operands, line).noted(operands, line)
         kept = FILLED_RESULT.get(name)
         return [
             result if kept in (None, i) else result._replace(fills=NO_FILLS) for i in range(count)
@@ -113,6 +113,7 @@ class _Pass(Interpreter[Rows]):
             positions = [axis for axis in axes_of(eqn) if isinstance(axis, int)]
             excludes = neutral(name, dtype_of(eqn.invars[0]))
             operand = reduced(operand, positions, line, excludes)
+        if not (is_nan(operand.constant) and name in ALL_REDUCES):
             operand = operand._replace(constant=None)
         if self.num_replicas == 1 or not (operand.axes or operand.mixed):
             return operand
@@ -120,10 +121,13 @@ class _Pass(Interpreter[Rows]):
         lines = frozenset({line._replace(is_mean_of_means=True)}) if operand.means else NO_LINES
         # Statistics of all replicas are no longer a matter of one replica.
         padded = lines | {place._replace(is_statistics=False) for place in operand.padded}
-        count = operand.num_summed * self.num_replicas
-        result = operand._replace(padded=padded, means=NO_LINES, is_mask=False, num_summed=count)
+        groups = eqn.params.get("axis_index_groups")
+        count = operand.num_summed * (len(groups[0]) if groups else self.num_replicas)
+        # Some replica has examples, but perhaps none in a group.
+        is_mask = operand.is_mask and (bool(groups) or name == "all_gather")
+        result = operand._replace(padded=padded, means=NO_LINES, is_mask=is_mask, num_summed=count)
         if name == "all_gather":
-            return gathered(eqn, result._replace(is_mask=operand.is_mask))
+            return gathered(eqn, result)
         return result.without([row.axis for row in operand.axes], line, excludes)
 
     def scan(self, eqn: JaxprEqn, operands: list[Rows]) -> list[Rows]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, final
 import jax
 import numpy as np
 from flax import nnx
+from jax.extend.core import ClosedJaxpr
 
 from mirror._src.base.errors import counted
 from mirror._src.base.naming import depth_of_user, name_of
@@ -18,7 +19,7 @@ from mirror._src.data.padded import PaddedBatch
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 from mirror._src.jaxprs.equations import equations
 from mirror._src.jaxprs.primitives import SAMPLER
-from mirror._src.jaxprs.row_facts import NO_ROWS, Place, row
+from mirror._src.jaxprs.row_facts import NO_ROWS, Place, Rows, row
 from mirror._src.jaxprs.rows import find_rows
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.modes import message_of, mode_argument
@@ -26,6 +27,7 @@ from mirror._src.training.modes import message_of, mode_argument
 Step = Callable[..., Any]
 """Step `(model, batch, mask)` that returns what is computed for the examples."""
 
+_OF_MASK = frozenset({Place("the mask")})
 _MASK = "mask = mirror.example_mask(batch)"
 
 
@@ -51,13 +53,14 @@ class RowCheck:
         strategy: Strategy that runs the steps.
         num_pieces: Number of pieces into which a training step splits a replica's batch.
         option: The option of the trainer that is why, for messages.
+        gradients: Step that computes the gradients of a replica.
     """
 
-    def __init__(self, strategy: Strategy, num_pieces: int, option: str) -> None:
-        self._strategy = strategy
+    def __init__(self, strategy: Strategy, num_pieces: int, option: str, gradients: Step) -> None:
+        self._strategy, self._gradients = strategy, gradients
         self._num_pieces, self._option = num_pieces, option
         self._separate: set[Any] = set()
-        self._known: list[tuple[Any, Mixing]] = []
+        self._known: list[tuple[Any, Any]] = []
         self._warned: set[str] = set()
         self._in_modes = weakref.WeakSet[Step]()
 
@@ -119,16 +122,22 @@ class RowCheck:
             return [padded]
         mixing = self._mixing(step, model, padded, only_rows=not changes_state)
         sizes = padded.sizes or (padded.num_examples,)
-        # Statistics over the examples of a replica that has none would be 0 / 0.
-        is_empty = bool(mixing.means) and min(sizes) <= (n - 1) * rows
-        if not mixing.padded and not is_empty:
+        # Statistics over the examples of a replica or piece that has none would be 0 / 0.
+        has_empty = min(sizes) <= n * rows - rows // num_pieces
+        is_empty = bool(mixing.means) and has_empty
+        is_wrong = is_empty or not all(place.is_statistics for place in mixing.padded)
+        undefined: tuple[Place, ...] = ()
+        if changes_state and not is_wrong:
+            undefined = self._undefined(step, model, padded, has_empty)
+        if not mixing.padded and not is_empty and not undefined:
             return [padded]
         indices = range(padded.first, padded.first + padded.num_batches)
         uneven = [sizes[i] for i in indices if sizes[i] % (n * num_pieces)]
         if not uneven and not self._strategy._spans_processes:
             return [self._exact(padded, i, sizes[i]) for i in indices]
-        if is_empty or not all(place.is_statistics for place in mixing.padded):
-            raise ValueError(self._message(step, mixing, max(uneven or sizes), n * num_pieces))
+        if is_wrong or undefined:
+            size, multiple = max(uneven or sizes), n * num_pieces
+            raise ValueError(self._message(step, mixing, undefined, size, multiple))
         self._warn(
             "padding",
             f"The batch normalization at {_lines(mixing.padded)} counts the padding of batches "
@@ -188,7 +197,9 @@ class RowCheck:
             self._warned.add(kind)
             warnings.warn(message, stacklevel=depth_of_user())
 
-    def _message(self, step: Step, mixing: Mixing, size: int, multiple: int) -> str:
+    def _message(
+        self, step: Step, mixing: Mixing, undefined: Sequence[Place], size: int, multiple: int
+    ) -> str:
         n = self._strategy.num_replicas_in_sync
         name = _name(step)
         sizes = f"Use batch sizes that are multiples of {multiple}, or drop the last batch: "
@@ -201,11 +212,19 @@ class RowCheck:
                 f"mask.sum(), with {_MASK}, or use jnp.mean(x, 0, where=mask[:, None]). {sizes}"
                 f"{drop}."
             )
+        if undefined:
+            return (
+                f"{name} has a NaN gradient for padding at {_lines(undefined)}, but a batch of "
+                f"{counted(size, 'example')} is padded for {counted(n, 'replica')}. {sizes}{drop}. "
+                "Or hide the padding behind numbers at which the derivative is finite: 1 in a "
+                "square root, a logarithm or a divisor, and -1e9 in a softmax."
+            )
         means = [place for place in mixing.padded if place.is_mean_of_means]
         if means or not mixing.padded:
+            part = "replica" if multiple == n else "piece"
             return (
-                f"{name} computes means over the examples of each replica at "
-                f"{_lines(means or mixing.means)}, but {counted(n, 'replica')} have unequal "
+                f"{name} computes means over the examples of each {part} at "
+                f"{_lines(means or mixing.means)}, but {counted(multiple, part)} have unequal "
                 f"numbers of the {counted(size, 'example')} of a batch, or none. {sizes}{drop}. Or "
                 f"all-reduce sums over the examples of {_MASK}, and their number."
             )
@@ -227,13 +246,55 @@ class RowCheck:
             padded: Its other arguments.
             only_rows: Whether only results with one row per example count.
         """
+        program, mask, find = self._program(step, model, padded)
+
+        def mixing() -> Mixing:
+            found = find(mask)
+            if only_rows:
+                (axis,) = mask.axes
+                pairs = zip(found, program.jaxpr.outvars, strict=True)
+                found = [rows for rows, var in pairs if var.aval.shape[:1] == (axis.size,)]
+            return Mixing(
+                *(
+                    tuple(sorted({place for rows in found for place in getattr(rows, name)}))
+                    for name in Mixing._fields
+                )
+            )
+
+        return self._once((program, only_rows), mixing)
+
+    def _undefined(
+        self, step: Step, model: Any, padded: PaddedBatch, has_empty: bool
+    ) -> tuple[Place, ...]:
+        """Returns the lines at which padding makes the gradients NaN.
+
+        Args:
+            step: The step whose gradients are computed.
+            model: Its first argument.
+            padded: Its other arguments.
+            has_empty: Whether a replica or a piece has padding only.
+        """
+        program, _, find = self._program(step, model, padded)
+
+        def undefined() -> tuple[Place, ...]:
+            if not any(rows.unknown >= _OF_MASK for rows in find(Rows(unknown=_OF_MASK))):
+                return ()
+            _, mask, of_gradients = self._program(self._gradients, model, padded)
+            found = of_gradients(mask)
+            if has_empty:
+                found += of_gradients(mask._replace(constant=0.0))
+            return tuple(sorted({x for rows in found if rows.has_nan for x in rows.undefined}))
+
+        return self._once((program, has_empty, "undefined"), undefined)
+
+    def _program(
+        self, step: Step, model: Any, padded: PaddedBatch
+    ) -> tuple[ClosedJaxpr, Rows, Callable[[Rows], list[Rows]]]:
+        """Returns the program of a step, the facts about the mask, and what finds all facts."""
         runner, axis = self._strategy._runner, len(_shape(padded)) - 2
         step = _of_first(step) if axis else step
         call, traced = runner.traced(step, (model, padded.batch, padded.mask), {})
         program = traced.jaxpr
-        for known, mixing in self._known:
-            if known == (program, only_rows):
-                return mixing
         own = traced.function.per_replica
         avals: list[Any] = [var.aval for var in program.jaxpr.invars]
         size = avals[-1].shape[axis]
@@ -242,20 +303,18 @@ class RowCheck:
             row(size, axis=axis) if is_own and i >= first_argument else NO_ROWS
             for i, is_own in enumerate(own)
         ]
-        inputs[-1] = row(size, axis=axis, is_mask=True)
-        found = find_rows(program, inputs, self._strategy.num_replicas_in_sync)
-        outputs: list[Any] = [var.aval for var in program.jaxpr.outvars]
-        if only_rows:
-            pairs = zip(found, outputs, strict=True)
-            found = [rows for rows, aval in pairs if aval.shape[:1] == (size,)]
-        mixing = Mixing(
-            *(
-                tuple(sorted({place for rows in found for place in getattr(rows, name)}))
-                for name in Mixing._fields
-            )
-        )
-        self._known = [*self._known[-7:], ((program, only_rows), mixing)]
-        return mixing
+        n = self._strategy.num_replicas_in_sync
+        mask = row(size, axis=axis, is_mask=True)
+        return program, mask, lambda mask: find_rows(program, [*inputs[:-1], mask], n)
+
+    def _once(self, key: Any, find: Callable[[], Any]) -> Any:
+        """Returns what was found before for a program, or finds it."""
+        for known, result in self._known:
+            if known == key:
+                return result
+        result = find()
+        self._known = [*self._known[-7:], (key, result)]
+        return result
 
     def _exact(self, padded: PaddedBatch, index: int, size: int) -> PaddedBatch:
         """Returns one batch of a launch, without padding."""

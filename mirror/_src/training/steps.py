@@ -151,6 +151,17 @@ def examples_of(objective: Objective, *, in_training: bool) -> Callable[..., lis
     return examples
 
 
+def gradients_of(objective: Objective, wrt: Any) -> Callable[..., list[Array]]:
+    """Returns a step that computes the gradients of one replica, which it would all-reduce."""
+    gradients = _gradients(objective, wrt)
+
+    def compute_gradients(model: nnx.Module, batch: PyTree, mask: Array) -> list[Array]:
+        return jax.tree.leaves(gradients(model, batch, mask, mask.size, None)[0])
+
+    on_behalf_of(compute_gradients, objective.loss_fn)
+    return compute_gradients
+
+
 def _gradients(objective: Objective, wrt: Any) -> Callable[..., Gradients]:
     """Returns a function that computes the gradients of one replica's loss.
 

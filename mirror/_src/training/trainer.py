@@ -302,7 +302,9 @@ class Trainer(Generic[M]):
         else:
             self._runner = LocalSteps(self._training, require_equal=self._require_equal)
         by_micro_batch = "" if self._micro_batch is None else "micro_batch"
-        self._rows = RowCheck(self._local, pieces, by_micro_batch or f"accumulate_steps={pieces}")
+        option = by_micro_batch or f"accumulate_steps={pieces}"
+        gradients = steps.gradients_of(self._objective, self._objects["optimizer"].wrt)
+        self._rows = RowCheck(self._local, pieces, option, gradients)
 
     def _choose_pieces(self, data: DistributedDataset[Any], micro_batch: MicroBatch) -> None:
         """Chooses the number of pieces for batches such as the first."""
