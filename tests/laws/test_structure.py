@@ -179,7 +179,8 @@ LIGHT = {
         _src.base.interrupts _src.base.optional _src.tools _src.tools.main _src.tools.options
     """,
     "mirror launch nothing.py": """
-        _src.base.compile_cache _src.tools.die_with_parent _src.tools.job _src.tools.launch
+        _src.base.compile_cache _src.base.modules _src.devices _src.devices.names
+        _src.devices.physical _src.tools.die_with_parent _src.tools.job _src.tools.launch
         _src.tools.supervisor
     """,
 }
