@@ -87,7 +87,7 @@ BUDGETS = {
     "data": Size(1444, 13, 28),
     "keras": Size(558, 7, 8),
     "strategy": Size(1001, 8, 8),
-    "training": Size(5556, 38, 64),
+    "training": Size(5578, 38, 64),
     "ps": Size(3565, 20, 67),
     "tools": Size(3076, 41, 32),
 }

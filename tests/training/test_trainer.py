@@ -996,6 +996,16 @@ def test_predict_rejects_outputs_that_are_not_per_example(subtests, on_two):
                 on_two.predict(batches(), fn)
 
 
+def test_predict_rejects_rows_that_differ_between_batches(subtests, on_two):
+    """NumPy would not join them, or as float64."""
+    one = np.ones((4, 2), np.float32)
+    for other, shown in ((one[:, :1], "float32[1]"), (one.astype(int), "int32[2]")):
+        with subtests.test(msg=shown):
+            values = ["float32[2]", shown]
+            with raises(ValueError, names="result['x']", values=values, fix="Pad the inputs"):
+                on_two.predict([{"x": one}, {"x": other}], lambda _, batch: batch)
+
+
 def test_predict_rejects_empty_data(on_two):
     with raises(ValueError, names="data", fix="batch"):
         on_two.predict([], each_row)

@@ -98,6 +98,7 @@ _RETURN_SUMS = (
 )
 _REDUCE_AXES = "Reduce the other axes: x.mean(axis=-1), or x[:, 0]."
 _ONE_LABEL = "For labels of tokens, weight the losses in a function (model, batch)."
+_REAL = (jnp.floating, jnp.integer, jnp.bool_)
 _DIGITS = {"bfloat16": "2 to 3", "float16": "3 to 4"}
 _SUM_AXES = "Sum over the other axes: x.sum(axis=-1)."
 
@@ -350,11 +351,22 @@ class Objective:
 def _per_example(
     what: str, value: Any, size: int, fix: str = "", reduce: str = _REDUCE_AXES
 ) -> Array:
-    """Returns the value as an array of shape `(size,)`, or raises a `ValueError`."""
+    """Returns the value as an array of real numbers of shape `(size,)`.
+
+    Raises:
+        ValueError: If it has another shape.
+        TypeError: If it has other numbers, or random keys.
+    """
     is_array = hasattr(value, "shape") or isinstance(value, int | float)
     shape = np.shape(value) if is_array else None
     if shape == (size,):
-        return jnp.asarray(value)
+        array = jnp.asarray(value)
+        if not any(jnp.issubdtype(array.dtype, kind) for kind in _REAL):
+            raise TypeError(
+                f"{what} must have real numbers, got {array.dtype}. For complex numbers, return "
+                "abs(x) or x.real."
+            )
+        return array
     received = f"an array of shape {shape}" if is_array else describe(value)
     if shape and shape[0] == size:
         fix = reduce

@@ -1,5 +1,6 @@
 """Predictions for a dataset: NumPy arrays with one row per example."""
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, final
@@ -85,7 +86,8 @@ def predictions(
         check: Checks that padding does not change the results.
 
     Raises:
-        ValueError: If the data is empty, or a result does not have one row per example.
+        ValueError: If the data is empty, a result does not have one row per example, or the rows of
+            two batches differ in shape, dtype or structure.
     """
     rows, running = list[PyTree](), deque[Any]()
     for launch in whole_pass(data):
@@ -94,9 +96,29 @@ def predictions(
         results = strategy.run(step, (model, padded.batch, padded.mask))
         running.append(gathered(strategy._runner, (results, padded.mask)))
         if len(running) > MOST_RUNNING:
-            rows.append(rows_of(name_of(fn), *running.popleft()))
-    rows += [rows_of(name_of(fn), *pair) for pair in running]
+            _add(rows, rows_of(name_of(fn), *running.popleft()), name_of(fn))
+    for pair in running:
+        _add(rows, rows_of(name_of(fn), *pair), name_of(fn))
     return jax.tree.map(lambda *pieces: np.concatenate(pieces), *rows)
+
+
+def _add(rows: list[PyTree], new: PyTree, what: str) -> None:
+    """Adds the rows of a batch, which must be like those before."""
+    for before in rows[:1]:
+        pairs = itertools.zip_longest(_types_of(before), _types_of(new), fillvalue="nothing more")
+        for old, other in pairs:
+            if old != other:
+                raise ValueError(
+                    f"{what} returned {other} for batch {len(rows)}, but {old} for batch 0, so "
+                    "that their rows cannot be joined. Pad the inputs to one shape, or predict "
+                    "the batches of each shape in a call of its own."
+                )
+    rows.append(new)
+
+
+def _types_of(rows: PyTree) -> list[str]:
+    leaves = jax.tree_util.tree_flatten_with_path(rows)[0]
+    return [f"result{keys(path)} with rows {x.dtype}{list(x.shape[1:])}" for path, x in leaves]
 
 
 def rows_of(what: str, results: PyTree, mask: PerReplica) -> PyTree:

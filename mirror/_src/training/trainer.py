@@ -550,9 +550,10 @@ class Trainer(Generic[M]):
             example. Dtypes do not change: with `precision="bfloat16"`, they may be bfloat16.
 
         Raises:
-            ValueError: If the data is empty, a result does not have one row per example, padding
-                would change the result of a function that looks across examples, or `fn` is missing
-                and the inputs of a batch are unknown.
+            ValueError: If the data is empty, a result does not have one row per example, or rows of
+                another shape or dtype in another batch; padding would change the result of a
+                function that looks across examples, or `fn` is missing and the inputs of a batch
+                are unknown.
             TypeError: If `fn` is not callable.
 
         >>> trainer = Trainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), "mse")
