@@ -2,6 +2,7 @@
 # ruff: noqa: E501 (a batch and its message are one row)
 
 import collections
+import importlib
 import itertools
 import types
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.sparse import BCOO
 
 import mirror
 from tests.support.compilations import assert_nothing_compiled, compilations
@@ -237,6 +239,16 @@ def test_distribute_rejects_non_datasets_immediately(two, subtests):
     for source, wanted in NO_SOURCES:
         with subtests.test(wanted=wanted), raises(TypeError, **wanted):
             two.distribute_dataset(source)
+
+
+def test_sparse_arrays_are_rejected(two, subtests):
+    """The numbers that are not zero are no rows, though they are leaves of a tree."""
+    dense = np.eye(4, 3, dtype=np.float32)
+    csr_array = importlib.import_module("scipy.sparse").csr_array
+    for make, fix in ((BCOO.fromdense, "x.todense()"), (csr_array, "x.toarray()")):
+        wanted = {"names": "batch['x']", "values": "sparse array", "fix": fix}
+        with subtests.test(fix=fix), raises(TypeError, **wanted):
+            list(two.distribute_dataset([{"x": make(dense)}], remainder="pad"))
 
 
 def test_distribute_rejects_a_distributed_dataset(two):

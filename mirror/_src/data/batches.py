@@ -10,7 +10,7 @@ from mirror._src.base.dtypes import is_long, is_numeric
 from mirror._src.base.errors import describe, listing
 from mirror._src.base.naming import keys
 from mirror._src.base.types import PyTree
-from mirror._src.data.foreign import copied, is_packed, to_array
+from mirror._src.data.foreign import copied, is_packed, is_sparse, to_array
 from mirror._src.devices.narrowing import require_fits
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 
@@ -101,7 +101,7 @@ def host_batch(root: str, tree: PyTree, advice: str = "", number: int = 0) -> Ho
 
 
 def _is_leaf(value: Any) -> bool:
-    return is_per_replica(value) or is_packed(value)
+    return is_per_replica(value) or is_packed(value) or is_sparse(value)
 
 
 def require_integers_fit(batch: HostBatch) -> None:

@@ -42,6 +42,11 @@ def is_packed(value: Any) -> bool:
     return kind.__name__ == "PackedSequence" and kind.__module__.startswith("torch.")
 
 
+def is_sparse(value: Any) -> bool:
+    """Whether the value is a sparse array of JAX or SciPy, whose parts have no batch axis."""
+    return type(value).__module__.startswith(("jax.experimental.sparse.", "scipy.sparse."))
+
+
 def copied(tree: PyTree) -> PyTree:
     """Returns a batch whose buffers are its own: loaders overwrite theirs after each `next`."""
     return jax.tree.map(_copied, tree)
@@ -79,6 +84,12 @@ def to_array(name: str, leaf: Any) -> jax.Array | np.ndarray:
             f"{name} is a {what} of torch, whose rows have different lengths. Yield padded rows, "
             "and their lengths as another leaf: torch.nn.utils.rnn.pad_sequence(rows, "
             "batch_first=True)."
+        )
+    if is_sparse(leaf):
+        dense = "x.toarray()" if hasattr(leaf, "toarray") else "x.todense()"
+        raise TypeError(
+            f"{name} is a sparse array ({type(leaf).__name__}), which cannot be split into rows. "
+            f"Yield a dense one: {dense}."
         )
     torch = sys.modules.get("torch")  # a tensor exists only after the import
     if torch is not None and isinstance(leaf, torch.Tensor):
