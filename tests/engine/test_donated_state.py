@@ -216,6 +216,10 @@ def test_initially_per_replica_state_is_accepted(strategy):
     assert all(isinstance(leaf, PerReplica) for leaf in params.values())
 
 
+def folded(key, batch):
+    return mirror.get_replica_context().fold_in(key), batch
+
+
 def sums(total, batch):
     return jax.tree.map(jnp.add, total, jax.grad(loss)(weights(), batch))
 
@@ -226,6 +230,11 @@ NOT_DRIFTING = {
         sums,
         lambda batch: (weights(), batch),
         lambda batch, total: (total, batch),
+    ),
+    "keys": (
+        folded,
+        lambda batch: (jax.random.key(0), batch),
+        lambda batch, new: (new[0], batch),
     ),
     "mirrored data, then a batch": (
         lambda x: x**2,

@@ -8,6 +8,8 @@ state if a later call passes it.
 from collections.abc import Container, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import jax.numpy as jnp
+
 from mirror._src.engine.arguments import is_number
 from mirror._src.engine.call import Call
 from mirror._src.engine.plan import cause, divergence_message
@@ -92,7 +94,8 @@ def own_values(
 ) -> dict[int, str]:
     """Finds the results that are per-replica, and new values of mirrored arguments if passed again.
 
-    Gradients added to an argument are not its new value: each replica may have a sum of its own.
+    Gradients added to an argument are not its new value: each replica may have a sum of its own, as
+    it may have its own random key or counter.
 
     Args:
         call: The call.
@@ -106,7 +109,11 @@ def own_values(
     step = traced.function
     found = _matches(call, step, traced.avals[: len(marks)], None)
     own = {
-        i: k for _, matches in found for pairs in matches for i, k in pairs if marks[k].per_replica
+        i: k
+        for _, matches in found
+        for pairs in matches
+        for i, k in pairs
+        if marks[k].per_replica and jnp.issubdtype(traced.avals[k].dtype, jnp.inexact)
     }
     if not own:
         return {}
