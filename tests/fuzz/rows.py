@@ -8,7 +8,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,30 +17,14 @@ import numpy as np
 from mirror._src.jaxprs.row_facts import NO_ROWS, Rows, row
 from mirror._src.jaxprs.rows import find_rows
 from mirror._src.jaxprs.trace import trace
+from tests.fuzz.equality import Instruction, Op, Shape
 
 ROWS, EXAMPLES, FEATURES = 6, 4, 3
 MASK = np.arange(ROWS) < EXAMPLES
 _RTOL = 1e-4
 
-Shape = tuple[Any, ...]  # "B" stands for the number of rows
 BATCH, COLUMN, PAIRS, VECTOR, SCALAR = ("B", 3), ("B",), ("B", "B"), (3,), ()
 _FLOATS = (BATCH, COLUMN, PAIRS, VECTOR, SCALAR)
-
-
-class Instruction(NamedTuple):
-    """One operation: its operands by number, and a number that varies it."""
-
-    op: str
-    args: tuple[int, ...]
-    choice: int
-
-
-class Op(NamedTuple):
-    """An operation: the shapes of its operands, of its result, and what it computes."""
-
-    takes: tuple[Shape, ...]
-    gives: Shape
-    run: Callable[..., Any]
 
 
 # Numbers that a program may use to hide padding, some of which do not.
