@@ -89,9 +89,7 @@ def drift_message(
     return divergence_message(step.name, causes) + IF_INTENDED + _NOT_STATE if causes else ""
 
 
-def own_values(
-    call: Call, traced: TracedStep, marks: Sequence[Mark], names: Sequence[str]
-) -> dict[int, str]:
+def own_values(call: Call, traced: TracedStep, marks: Sequence[Mark]) -> dict[int, str]:
     """Finds the results that are per-replica, and new values of mirrored arguments if passed again.
 
     Gradients added to an argument are not its new value: each replica may have a sum of its own, as
@@ -101,11 +99,12 @@ def own_values(
         call: The call.
         traced: Its trace.
         marks: Marks of the results.
-        names: The user's names for the inputs.
 
     Returns:
         Position in `layout.dynamic` and cause.
     """
+    if not any(mark.per_replica for mark in marks):
+        return {}
     step = traced.function
     found = _matches(call, step, traced.avals[: len(marks)], None)
     own = {
@@ -118,8 +117,9 @@ def own_values(
     if not own:
         return {}
     kinds = dependence(traced.jaxpr, [step.num_state + i for i in own], list(own.values()))
+    names = call.input_names
     return {
-        i: f"{call.leaf_names[i]}: {cause(marks[k], names)}"
+        i: f"{names[step.num_state + i]}: {cause(marks[k], names)}"
         for (i, k), kind in zip(own.items(), kinds, strict=True)
         if kind is Dependence.OTHER
     }

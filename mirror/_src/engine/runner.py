@@ -284,7 +284,7 @@ class Runner:
 
         def attempt() -> ExaminedStep:
             objects, tree = hoist_nested(args, {})
-            leaves, layout = self._flatten(fn, tree, self._step_of(fn))
+            leaves, layout = self._flatten(fn, tree, self._steps.of(fn))
             require_static(fn, tree, layout, leaves)
             captured = self.captured(fn)
             objects = [*objects, *captured]
@@ -308,7 +308,7 @@ class Runner:
     ) -> tuple[Call, list[Any]]:
         """Returns a call and its leaves on the replicas' devices."""
         with self._running:
-            call = self._call(fn, self._step_of(fn), args, kwargs, ())
+            call = self._call(fn, self._steps.of(fn), args, kwargs, ())
             leaves = self._placer.place(call, call.layout.dynamic_leaves(call.leaves))
         for i in call.layout.per_replica:
             self._placer.require_num_replicas(call, i, leaves[i])
@@ -338,10 +338,7 @@ class Runner:
 
     def captured(self, fn: StepFunction) -> Sequence[Variable]:
         """Returns the variables that the step is known to use without receiving them."""
-        return self._step_of(fn).captured(fn)
-
-    def _step_of(self, fn: StepFunction) -> Step:
-        return self._steps.of(fn)
+        return self._steps.of(fn).captured(fn)
 
     def _flatten(self, fn: StepFunction, tree: Any, step: Step) -> tuple[list[Any], Layout]:
         leaves, treedef = jax.tree.flatten(tree)

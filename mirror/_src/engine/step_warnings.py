@@ -86,7 +86,7 @@ def warn_about_drift(step: Step, call: Call, analysis: Analysis, num_replicas: i
     known = step.own_values.setdefault(call.layout.treedef, {})
     causes = [known[i] for i in call.layout.per_replica if i in known]
     results, _, _ = analysis.traced.split(analysis.marks)
-    known.update(own_values(call, analysis.traced, results, call.input_names))
+    known.update(own_values(call, analysis.traced, results))
     if causes and _is_first(step.warned, "drift"):
         warnings.warn(
             f"{name_of(call.fn)} receives values that an earlier call has returned, and that "
