@@ -95,6 +95,27 @@ def test_summary_counts_what_is_stored_on_a_device():
     assert rows["optimizer per device"][-1] == f"{sum(stored) / 1024:.1f} KiB"
 
 
+def test_parameters_that_are_numbers_count_as_arrays():
+    """The first step makes arrays of them."""
+
+    class Scaled(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+            self.scale = nnx.Param(1.5)
+
+        def __call__(self, x):
+            return self.linear(x) * self.scale
+
+    with cpu_strategy(2).scope():
+        trainer = mirror.Trainer(Scaled(), optax.adam(0.1), "mse")
+    assert repr(trainer).startswith("Trainer(Scaled, 5 parameters, ")
+    data = (X, np.ones((8, 1), np.float32))
+    before = trainer.summary(data)
+    trainer.fit(data, batch_size=4, progress=False)
+    for name in ("model", "trainable"):
+        assert cells(before)[name] == cells(trainer.summary(data))[name]
+
+
 def test_summary_changes_and_computes_nothing():
     trainer, data = new(), mirror.data.from_arrays((X, Y), 4, shuffle=True)
     leaves = jax.tree.leaves(nnx.state((trainer.model, trainer.optimizer)))

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mirror._src.base.errors import bytes_in_words, counted, describe
@@ -57,7 +59,7 @@ def summary(
 
 def num_parameters(model: nnx.Module) -> int:
     """Returns the number of values in the parameters of a model, from their shapes alone."""
-    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    return sum(map(np.size, jax.tree.leaves(nnx.state(model, nnx.Param))))  # numbers, too
 
 
 def output_shapes(
@@ -110,14 +112,20 @@ def _variables(model: nnx.Module) -> Iterator[tuple[tuple[Any, ...], Any]]:
         if not isinstance(variable, nnx.RngState):
             parents = [at for at, _ in nnx.iter_modules(model) if at == path[: len(at)]]
             owner = max(parents, key=len)
-            for leaf in jax.tree.leaves(variable):
+            for leaf in _arrays(variable):
                 yield owner, leaf
+
+
+def _arrays(tree: PyTree) -> list[Any]:
+    """Returns the arrays of a tree; the first step makes arrays of numbers, as `nnx.Param(1.5)`."""
+    leaves = jax.tree.leaves(tree)
+    return [leaf if hasattr(leaf, "nbytes") else jnp.asarray(leaf) for leaf in leaves]
 
 
 def _totals(
     model: nnx.Module, optimizer: nnx.Optimizer[Any], strategy: Strategy
 ) -> Iterator[tuple[str, ...]]:
-    trainable = jax.tree.leaves(nnx.state(model, optimizer.wrt))
+    trainable = _arrays(nnx.state(model, optimizer.wrt))
     everything = [leaf for _, leaf in _variables(model)]
     num_trainable = sum(leaf.size for leaf in trainable)
     num_others = sum(leaf.size for leaf in everything) - num_trainable
