@@ -522,6 +522,42 @@ def test_resume_detects_other_data(tmp_path):
         fit(trainer, 4, data=list(shuffled())[:5])
 
 
+class Failing:
+    """An iterator that raises an error once."""
+
+    def __init__(self, batches, at: int):
+        self.batches, self.at = list(batches), at
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if len(self.batches) == self.at:
+            self.at = -1
+            raise LookupError("of the test")
+        if not self.batches:
+            raise StopIteration
+        return self.batches.pop(0)
+
+
+def test_iterator_that_has_failed_continues_where_it_is():
+    """It skipped as many examples again, which were then never used."""
+    trainer, data = new_trainer(), list(shuffled())[:6]
+    wanted = fit(trainer, 1, data=data)
+    trainer, batches = new_trainer(), Failing(data, at=3)
+    with pytest.raises(LookupError):
+        fit(trainer, 1, data=batches)
+    assert trainer._position.step == 3
+    with pytest.warns(UserWarning, match="12 examples"):
+        history = fit(trainer, 1, data=batches)
+    assert trainer._position.step == 6
+    assert without_seconds(history) == without_seconds(wanted)
+    trainer, batches = new_trainer(), Failing(data, at=3)
+    with pytest.raises(LookupError):
+        fit(trainer, 1, data=batches)
+    assert without_seconds(fit(trainer, 1, data=iter(data))) == without_seconds(wanted)
+
+
 OTHER_ROWS = {
     "seed": lambda: mirror.data.from_arrays(arrays(), SIZE, shuffle=True, seed=4),
     "not shuffled": lambda: mirror.data.from_arrays(arrays(), SIZE),

@@ -99,7 +99,7 @@ def first_batch(data: Any) -> PyTree:
     """
     if isinstance(data, Mapping) or has_arrays(data):
         return data
-    if _is_iterator(data) or not isinstance(data, Iterable):
+    if is_iterator(data) or not isinstance(data, Iterable):
         fix = "Pass one batch, for example trainer.summary(next(iter(data)))."
         raise TypeError(expected("data", data, "a batch or a dataset", fix))
     if isinstance(data, ArrayDataset | DistributedDataset):
@@ -309,7 +309,7 @@ class Validation:
 
     def batches(self) -> Iterable[PyTree]:
         """Returns the data of one epoch; an iterator is read no further than the maximum."""
-        if self.num_batches is None or not _is_iterator(self._data):
+        if self.num_batches is None or not is_iterator(self._data):
             return self._data
         return itertools.islice(self._data, self.num_batches)
 
@@ -361,7 +361,8 @@ def _is_endless(data: Any) -> bool:
         return "infinite" in str(error)  # as in TensorFlow
 
 
-def _is_iterator(data: Any) -> bool:
+def is_iterator(data: Any) -> bool:
+    """Whether the data have one pass only."""
     # The error of its `__next__` makes a distributed dataset look like one.
     return isinstance(data, Iterator) and not isinstance(data, DistributedDataset)
 

@@ -4,8 +4,9 @@ import copy
 import json
 import math
 import warnings
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
@@ -198,6 +199,8 @@ class Position:
         data: The rows of in-memory data and their order; empty for other data.
         loader: States of the data loader after these examples, one per process with a local input;
             None if it has none. Only the chief knows the states of others.
+        iterator: Function that returns the iterator that the pass reads, or None. Not in
+            checkpoints.
     """
 
     def __init__(self) -> None:
@@ -211,6 +214,7 @@ class Position:
         self.epoch_step = self.samples = 0
         self.data = ""
         self.loader: Sequence[Any] | None = None
+        self.iterator: Callable[[], Any] = lambda: None
         self.meter, self.history = MetricAccumulator(), History()
         self.callbacks: dict[str, Any] = {}
 
@@ -239,6 +243,26 @@ class Position:
                 f"epoch again: trainer.fit(..., initial_epoch={self.epoch})."
             )
         self.data = data
+
+    def num_skipped(self, iterator: Iterator[Any] | None) -> int:
+        """Returns the number of examples that the next pass skips, and notes what it reads.
+
+        An iterator that this pass has read before does not yield them again. A new one does.
+        """
+        before = self.iterator()
+        try:
+            self.iterator = weakref.ref(iterator)
+        except TypeError:  # None, and iterators of Python's containers
+            self.iterator = lambda: iterator
+        if iterator is None or before is not iterator or not self.samples or self.loader:
+            return self.samples
+        warnings.warn(
+            f"Training resumes after {counted(self.samples, 'example')} of this epoch, with the "
+            "iterator that has yielded them. It continues with its next batch; batches that were "
+            "loaded ahead are lost. Pass an object that can be iterated repeatedly to use all.",
+            stacklevel=depth_of_user(),
+        )
+        return 0
 
     def drop_failed(self) -> None:
         """Returns to the position before the first launch that failed, if one has."""

@@ -43,6 +43,7 @@ from mirror._src.training.inputs import (
     batches_of,
     first_batch,
     fit_data,
+    is_iterator,
     require_end,
     whole_pass,
 )
@@ -449,7 +450,7 @@ class Trainer(Generic[M]):
         padded = distributed.padded(
             multiple=self._runner.multiple,
             group=self.steps_per_execution,
-            skip=position.samples,
+            skip=position.num_skipped(data if is_iterator(data) else None),
             state=position.loader,
             inspect=self._objective.inspect,
         )
