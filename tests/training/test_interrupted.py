@@ -194,6 +194,36 @@ ENDS = {
 }
 
 
+def test_callbacks_after_one_that_is_interrupted_receive_the_step(begun, subtests):
+    """Both are called for each step once, in whichever of two hooks the signal arrives."""
+    trainer, restart = begun
+
+    def received(interrupted):
+        class Interrupts(callbacks.Callback):
+            def on_step(self, fit):
+                if interrupted == ("on_step", fit.position.step):
+                    signal.raise_signal(INT)
+
+            def on_metrics(self, fit, step, logs):
+                if interrupted == ("on_metrics", step):
+                    signal.raise_signal(INT)
+
+        restart()
+        calls = Calls()
+        options = {"batch_size": 4, "callbacks": [Interrupts(), calls], "progress": False}
+        if interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                trainer.fit(DATA, EPOCHS, **options)
+            interrupted = None
+        trainer.fit(DATA, EPOCHS, **options)
+        return calls.to_dict()
+
+    wanted = received(None)
+    for hook in ("on_step", "on_metrics"):
+        with subtests.test(msg=hook):
+            assert received((hook, 2)) == wanted
+
+
 def test_epoch_whose_end_fails_ends_when_training_resumes(
     begun, uninterrupted, tmp_path, subtests, capfd
 ):

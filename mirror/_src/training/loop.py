@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _LABELS = ", which mirror.Trainer(..., labels='label', num_classes=10) checks"
 _MOST_KEPT_BYTES = 2**23
+_OF_COUNTED_STEPS = ("on_step", "on_metrics")  # when training resumes, the step is not repeated
 _CAUSES: dict[int, Cause] = {signal.SIGINT: "interrupt", signal.SIGTERM: "SIGTERM"}
 
 
@@ -267,10 +268,21 @@ class FitLoop:
             yield f"{kind} {counts[kind]}", callback
 
     def _call(self, hook: str, *arguments: Any) -> None:
-        """Calls a hook of all callbacks."""
+        """Calls a hook of all callbacks.
+
+        If one is interrupted, the others still receive a step that is counted.
+        """
+        interrupt: BaseException | None = None
         for callback in self._callbacks:
-            with interrupts.immediate():
-                getattr(callback, hook)(self, *arguments)
+            try:
+                with interrupts.immediate():
+                    getattr(callback, hook)(self, *arguments)
+            except (KeyboardInterrupt, SystemExit) as error:
+                if interrupt is not None or hook not in _OF_COUNTED_STEPS:
+                    raise
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def _begin_epoch(self) -> None:
         """Calls `on_epoch_begin` of the callbacks."""
