@@ -169,6 +169,37 @@ def test_optimizer_that_contains_the_model_is_rejected(trainer):
 # Batches in a loss function
 
 
+def test_integers_among_the_parameters_are_named():
+    class Quantized(nnx.Module):
+        def __init__(self):
+            self.scales = nnx.Param(jnp.ones(4))
+            self.weights = nnx.Param(jnp.ones((2, 4), jnp.int8))
+
+        def __call__(self, x):
+            return x @ (self.weights[...] * self.scales)
+
+    data = np.ones((4, 2), np.float32), np.ones((4, 4), np.float32)
+    trainer = mirror.Trainer(Quantized(), optax.sgd(0.1), "mse")
+    trainer.evaluate(data, batch_size=4)
+    with raises(TypeError, names=["model.weights"], values=["int8[2,4]"], fix="wrt"):
+        trainer.fit(data, batch_size=4, progress=False)
+
+
+def test_parameters_that_the_loss_creates_are_an_error():
+    class Lazy(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(2, 4, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            self.scale = nnx.Param(jnp.ones(4))
+            return self.linear(x) * self.scale
+
+    data = np.ones((4, 2), np.float32), np.ones((4, 4), np.float32)
+    trainer = mirror.Trainer(Lazy(), optax.sgd(0.1), "mse")
+    with raises(ValueError, values=["3 parameters", 2], fix="before the Trainer"):
+        trainer.fit(data, batch_size=4, progress=False)
+
+
 def test_loss_with_keywords_is_told_how_to_unpack():
     def loss_fn(model, *, x, y):
         return cross_entropy(model(x), y)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from mirror._src.base.errors import describe, expected
+from mirror._src.base.errors import counted, describe, expected
 from mirror._src.base.naming import name_of
 from mirror._src.base.source_lines import on_behalf_of, users_function
 from mirror._src.base.types import Array, PyTree
@@ -194,6 +194,8 @@ def _gradients(objective: Objective, wrt: Any) -> Callable[..., Gradients]:
             assert weights is not None
             return scaled(_total(weights, sums), divisor), None
 
+        _require_floats(model, wrt)
+
         def gradient(of: Callable[..., Any], model: nnx.Module) -> Any:
             return nnx.grad(of, argnums=nnx.DiffState(0, wrt), has_aux=True)(model)
 
@@ -307,11 +309,33 @@ def _divided(totals: list[PyTree], sums: Sums, num_rows: int) -> PyTree:
     return jax.tree.map(divided, *totals)
 
 
+def _require_floats(model: nnx.Module, wrt: Any) -> None:
+    """Rejects parameters without a gradient, such as quantized weights.
+
+    Raises:
+        TypeError: If there is one.
+    """
+    for path, variable in nnx.to_flat_state(nnx.state(model, wrt)):
+        for leaf in jax.tree.leaves(variable):
+            if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+                name, fix = ".".join(map(str, path)), "Make it an nnx.Variable, or pass `wrt`."
+                raise TypeError(expected(f"model.{name}", leaf, "floats to be trained", fix))
+
+
 def _like(grads: PyTree, model: nnx.Module, wrt: Any) -> PyTree:
-    """Converts gradients to the dtypes of their variables."""
+    """Converts gradients to the dtypes of their variables.
+
+    Raises:
+        ValueError: If the loss function has created variables.
+    """
     treedef: Any
     leaves, treedef = jax.tree.flatten(grads)
     variables = jax.tree.leaves(nnx.state(model, wrt))
+    if len(leaves) != len(variables):
+        raise ValueError(
+            f"The loss function changed the model: it has {counted(len(variables), 'parameter')} "
+            f"to train, and had {len(leaves)} before. Create all variables before the Trainer."
+        )
     pairs = zip(leaves, variables, strict=True)
     return treedef.unflatten([x.astype(variable.dtype) for x, variable in pairs])
 
