@@ -1,10 +1,12 @@
 """Disks that are full, read-only or gone, and odd names: nothing is lost, and errors name paths."""
 
 import contextlib
+import errno
 import gc
 import os
 import shutil
 import socket
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -228,6 +230,24 @@ def check_fault_in_a_save(disk, monkeypatch, fault, asynchronous):
         assert_whole(directory, 1)
         save(store, 3)
         assert_whole(directory, 1, 3)
+
+
+def test_file_systems_that_cannot_sync_directories_have_checkpoints(tmp_path, monkeypatch):
+    fsync = os.fsync
+    failure = errno.EINVAL
+
+    def files_only(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(failure, os.strerror(failure))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", files_only)
+    with CheckpointStore(tmp_path) as store:
+        save(store, 1)
+        failure = errno.EIO  # the disk has an error
+        with raises(OSError, values=tmp_path, fix="save to another directory"):
+            save(store, 2)
+    assert_whole(tmp_path, 1)
 
 
 @pytest.mark.parametrize("rows", mostly_slow(FAULTS, "full", "replaced by a fifo"))

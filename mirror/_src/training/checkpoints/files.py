@@ -10,6 +10,7 @@ and maps files into memory, where a disk that fails ends the process.
 """
 
 import contextlib
+import errno
 import itertools
 import json
 import math
@@ -296,5 +297,9 @@ def _sync(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems, such as SMB mounts, cannot sync directories.
+        if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
