@@ -168,11 +168,14 @@ def test_parts_of_batches_and_weights(subtests):
             )
 
 
-def test_binary_labels_have_class_weights():
-    trainer = scale("binary_crossentropy", class_weight={1: 3.0})
+def test_binary_labels_have_class_weights(subtests):
+    """Classes are numbers, as labels are: NumPy sets all elements of `x[True]`."""
     losses = np.log1p(np.exp(-np.where(BINARY > 0, LOGIT, -LOGIT))) * np.where(BINARY > 0, 3, 1)
-    found = trainer.evaluate((LOGIT[:, None], BINARY[:, None]), batch_size=4)
-    assert found["loss"] == pytest.approx(losses.mean(), rel=1e-5)
+    for one in (1, True, np.True_, 1.0, np.float32(1)):
+        with subtests.test(msg=repr(one)):
+            trainer = scale("binary_crossentropy", class_weight={one: 3.0})
+            found = trainer.evaluate((LOGIT[:, None], BINARY[:, None]), batch_size=4)
+            assert found["loss"] == pytest.approx(losses.mean(), rel=1e-5)
 
 
 LABELS = {

@@ -2,6 +2,7 @@
 # ruff: noqa: E501 (arguments and their message are one row)
 
 import contextlib
+import dataclasses
 import signal
 import threading
 import warnings
@@ -1004,6 +1005,20 @@ def test_predict_rejects_rows_that_differ_between_batches(subtests, on_two):
             values = ["float32[2]", shown]
             with raises(ValueError, names="result['x']", values=values, fix="Pad the inputs"):
                 on_two.predict([{"x": one}, {"x": other}], lambda _, batch: batch)
+
+
+def test_predict_takes_functions_without_a_hash(on_two):
+    @dataclasses.dataclass
+    class Scaled:
+        factors: list[float]
+
+        def __call__(self, model, batch):
+            return batch["x"] * self.factors[0]
+
+    fn = Scaled([2.0])
+    for data in (batches(), batches(5)):
+        found = on_two.predict(data, fn)
+        np.testing.assert_array_equal(found, 2 * DATA["x"][: len(found)])
 
 
 def test_predict_rejects_empty_data(on_two):

@@ -415,5 +415,5 @@ def _factors(class_weight: Mapping[int, float], num_classes: int) -> np.ndarray:
                 f"The classes of class_weight must be in [0, {num_classes - 1}] "
                 f"(num_classes={num_classes}), got {label!r}."
             )
-        table[label] = weight
+        table[int(label)] = weight  # `table[True]` are all classes
     return table

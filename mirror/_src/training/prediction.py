@@ -63,6 +63,10 @@ def require_prediction(fn: Any, data: Any, outputs: ModelOutputs) -> Callable[[A
         if isinstance(fn, int) and not isinstance(fn, bool):
             fix = f"The number of examples per batch is trainer.predict(data, batch_size={fn})."
         raise TypeError(expected("fn", fn, "callable", fix))
+    try:
+        hash(fn)
+    except TypeError:  # of an object such as a dataclass; its methods have one
+        fn = fn.__call__
     prediction: Callable[[Any, PyTree], Any] = fn
     return prediction
 
