@@ -1,5 +1,7 @@
 """`jax.lax` collectives: all executors and layouts agree with NumPy, in every form and dtype."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -206,6 +208,33 @@ def test_sum_of_scaled_values_does_not_overflow(strategy):
     values = [np.full(1, 1.2e19, np.float32)] * N
     found = strategy.run(lambda a: lax.psum((a @ a) * 0.01, AXIS), (PerReplica(values),))
     np.testing.assert_allclose(found, N * 1.2e19**2 * 0.01, rtol=1e-5)
+
+
+LAYOUTS = Made(
+    {
+        **strategies.PAIRS,
+        **strategies.executors(N),
+        "slices": functools.partial(strategies.cpu_strategy, N, shard="model"),
+        "in turn": functools.partial(strategies.cpu_strategy, 2, replicas=N),
+    }
+)
+
+
+@rows("strategy", LAYOUTS)
+def test_complex_constants_are_summed(strategy):
+    """As gradients of what a loss does not read; XLA ended the process (JAX 0.10.2, 0.12.0.1)."""
+
+    def step(x):
+        ones = jnp.ones(3, jnp.complex64)
+        looped = lax.fori_loop(0, 2, lambda _, c: c + lax.psum(ones, AXIS), 0 * ones)
+        reduced = mirror.all_reduce("mean", {"two": 2 * ones, "zeros": jnp.zeros((2, 4), "c8")})
+        return lax.psum(1j * ones, AXIS), looped, reduced
+
+    total, looped, reduced = strategy.run(step, (np.float32(0),))
+    np.testing.assert_array_equal(total, [N * 1j] * 3)
+    np.testing.assert_array_equal(looped, [2 * N] * 3)
+    np.testing.assert_array_equal(reduced["two"], [2] * 3)
+    np.testing.assert_array_equal(reduced["zeros"], np.zeros((2, 4)))
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from mirror._src.jaxprs.collective_eqns import (
     with_nan,
 )
 from mirror._src.jaxprs.user_lines import user_line
-from mirror._src.passes.evaluate import Rule, Rules
+from mirror._src.passes.evaluate import Rule, Rules, bind_with
 
 Reduction: TypeAlias = Callable[[str, Array, str], Array]
 """Reduces stacked operands, given the primitive, the operands and a description for messages."""
@@ -69,6 +69,28 @@ def canonical(value: Array) -> Array:
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return value
     return with_nan(value, jnp.isnan(value))
+
+
+def sum_of_parts(add_up: Callable[[Array], Array], value: Array) -> Array:
+    """Returns a sum over devices, of complex numbers as pairs of floats.
+
+    XLA ends the process for the sum of a complex constant, such as the gradient of what a loss does
+    not read: `Check failed: buffer != nullptr` (JAX 0.10.2 and 0.12.0.1).
+    """
+    if not jnp.iscomplexobj(value):
+        return add_up(value)
+    total = add_up(jnp.stack([value.real, value.imag], -1))
+    return jax.lax.complex(total[..., 0], total[..., 1])
+
+
+def _find_complex_sum(eqn: JaxprEqn) -> Rule | None:
+    """Returns the rule for a sum of complex numbers."""
+    avals: list[Any] = [atom.aval for atom in eqn.invars]
+    if not any(jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in avals):
+        return None
+    return lambda eqn, arguments: [
+        sum_of_parts(lambda x: bind_with(eqn, [x], eqn.params)[0], value) for value in arguments
+    ]
 
 
 class Formulas:
@@ -207,6 +229,7 @@ class CollectiveRules(Formulas):
             }
         if self._axis is not None:
             extremes: Rules = dict.fromkeys(("pmax", "pmin"), self._find_extreme)
+            extremes["psum"] = _find_complex_sum
             # They become all-reduces, of which every replica keeps its part. The reduce-scatter of
             # gloo returns wrong values for large arrays from time to time (jax#40830; JAX 0.10 to
             # 0.12.0.1).

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from mirror._src.base.types import Array
+from mirror._src.passes.collective_rules import sum_of_parts
 
 _WHOLE_BYTES = 1 << 18  # up to here, all-reduces are cheaper than to scatter and to gather
 
@@ -145,7 +146,7 @@ class TreeSum:
             return lambda: self._joined(list(pieces))
         is_small = pieces[0].size * pieces.dtype.itemsize <= _WHOLE_BYTES
         if self._slots == 1 and n & (n - 1) == 0 and (is_small or not self._over_gloo):
-            return self._in_pairs(pieces[0], is_small)
+            return sum_of_parts(lambda x: self._in_pairs(x, is_small), pieces[0])
         flat = pieces.reshape(self._slots, -1)
         size = flat.shape[1]
         flat = jax.lax.pad(flat, jnp.zeros((), flat.dtype), ((0, 0, 0), (0, -size % n, 0)))

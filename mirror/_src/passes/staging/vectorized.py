@@ -22,7 +22,7 @@ from jax.extend.core import JaxprEqn
 from mirror._src.base.types import Array
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.jaxprs.collective_eqns import positive_zero, reduce_locally
-from mirror._src.passes.collective_rules import Reduction
+from mirror._src.passes.collective_rules import Reduction, sum_of_parts
 from mirror._src.passes.evaluate import Rule, Rules, at_line_of, bind_with
 from mirror._src.passes.lower.table import lowered
 from mirror._src.passes.program import Atom, Value, values_of
@@ -148,7 +148,7 @@ class Vectorized(OnDevice):
         if self._num_devices == 1:
             return total
         if len(step.lines) == 1:
-            return jax.lax.psum(total, self._axis)
+            return sum_of_parts(lambda x: jax.lax.psum(x, self._axis), total)
         barrier = jax.lax.optimization_barrier  # as in `evaluate`, around a pack
         return barrier(jax.lax.psum(barrier(total), self._axis))
 
