@@ -1481,7 +1481,7 @@ _OF_TRAINING = (
     Fault(
         "an epoch that starts again after a restore",
         f"{_TRAINING}/trainer.py",
-        "skip=position.samples,",
+        "skip=position.num_skipped(data if is_iterator(data) else None),",
         "skip=0,",
         ("tests/training/test_inputs.py", "tests/training/test_resume.py"),
         likely="resume",

@@ -229,12 +229,12 @@ class CollectiveRules(Formulas):
             }
         if self._axis is not None:
             extremes: Rules = dict.fromkeys(("pmax", "pmin"), self._find_extreme)
-            extremes["psum"] = _find_complex_sum
+            reductions: Rules = {**extremes, "psum": _find_complex_sum}
             # They become all-reduces, of which every replica keeps its part. The reduce-scatter of
             # gloo returns wrong values for large arrays from time to time (jax#40830; JAX 0.10 to
             # 0.12.0.1).
             scatters: Rules = {"reduce_scatter": self._if_over_replicas(self._reduce_scatter)}
-            return {**extremes, **scatters} if self._over_gloo else extremes
+            return {**reductions, **scatters} if self._over_gloo else reductions
         return {
             **dict.fromkeys(ALL_REDUCES, self._if_over_replicas(self._reduce)),
             "axis_index": self._if_over_replicas(lambda *_: [self._replica_id()]),

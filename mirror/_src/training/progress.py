@@ -6,7 +6,7 @@ import math
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
@@ -244,10 +244,11 @@ class Position:
             )
         self.data = data
 
-    def num_skipped(self, iterator: Iterator[Any] | None) -> int:
+    def num_skipped(self, iterator: Any) -> int:
         """Returns the number of examples that the next pass skips, and notes what it reads.
 
-        An iterator that this pass has read before does not yield them again. A new one does.
+        An iterator that this pass has read before does not yield them again. A new one does, and so
+        do other data, for which the argument is None.
         """
         before = self.iterator()
         try:
