@@ -73,7 +73,8 @@ _FILTERS = (3, 3, 1, 32)
 _DEPTHWISE = functools.partial(_conv, groups=32)
 CASES = {
     "max pooling": Case("pooling._pool", functools.partial(_pool, window=3, stride=1), [_IMAGES]),
-    "max pooling, gradient": Case("pooling._scatter", _pool, [_IMAGES], 0),
+    "max pooling, gradient": Case("pooling._select", _pool, [_IMAGES], 0),
+    "8 channels, max pooling, gradient": Case("pooling._scatter", _pool, [(32, 28, 28, 8)], 0),
     "overlapping max pooling, gradient": Case(
         "pooling._scatter", functools.partial(_pool, window=3), [(32, 33, 33, 32)], 0
     ),

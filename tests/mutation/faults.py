@@ -513,6 +513,14 @@ _OF_EXECUTORS = (
         likely="max_pooling",
     ),
     Fault(
+        "the position of the maximum in a window",
+        "mirror/_src/passes/lower/pooling.py",
+        "own = w * own",
+        "own = own",
+        ("tests/passes/test_lower.py",),
+        likely="max_pooling",
+    ),
+    Fault(
         "a NaN at the border of a pooled image",
         "mirror/_src/passes/lower/pooling.py",
         "keeps(best, part) | skips",

@@ -84,10 +84,10 @@ def random_pool(rng):
     rank = rng.choice([1, 2, 2, 2, 3])
     around = lambda inner: (1, *map(int, inner), 1)  # noqa: E731
     dims = around(rng.randint(1, 4 if rank < 3 else 3, rank))
-    strides = around(rng.randint(1, 4, rank))
+    strides = dims if rng.randint(2) else around(rng.randint(1, 4, rank))
     padding = rng.choice(["SAME", "VALID"])
     extreme = [lax.max, lax.min][rng.randint(2)]
-    shape = (2, *rng.randint(3, 9, rank), 3)
+    shape = (2, *rng.randint(3, 9, rank), rng.choice([3, 16]))
     return functools.partial(pool, dims=dims, strides=strides, padding=padding, extreme=extreme), (
         numbers(rng, shape)
     )

@@ -25,6 +25,7 @@ from jax.extend.core import JaxprEqn
 from mirror._src.passes.evaluate import Rule, Rules
 
 _MOST_POSITIONS = 27  # of a window: each becomes a few operations. 7x7 is slower than XLA's.
+_MOST_IN_LAST = 4  # if the last axis is pooled: there, 3x3 is slower than XLA's.
 _SELECTS = {"ge": (lax.ge, -math.inf), "le": (lax.le, math.inf)}
 
 
@@ -63,7 +64,50 @@ def _gather(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
 
 def _scatters(eqn: JaxprEqn) -> Rule | None:
     """Returns the rule for `select_and_scatter_add`, the gradient of max pooling."""
-    return _scatter if _is_unrolled(eqn) else None
+    dims = eqn.params["window_dimensions"]
+    if not _is_unrolled(eqn) or (dims[-1] > 1 and math.prod(dims) > _MOST_IN_LAST):
+        return None
+    overlap = dims != eqn.params["window_strides"]
+    return _scatter if overlap or _is_narrow(eqn) else _select
+
+
+def _is_narrow(eqn: JaxprEqn) -> bool:
+    """Whether the loops over windows and channels are so short that LLVM unrolls them first.
+
+    Then it does not vectorize `_select`, which takes up to six times as long as `_scatter`.
+    """
+    positions = math.prod(eqn.params["window_dimensions"])
+    return eqn.outvars[0].aval.shape[-1] < 16 and positions <= 8
+
+
+def _select(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+    """Selects, for windows that do not overlap, the value of the window or zero at each position.
+
+    This takes 0.05 to 0.9 of the time of `_scatter` (JAX 0.10.2 and 0.12.0.1).
+    """
+    keeps, identity = _SELECTS[eqn.params["select_prim"].name]
+    values, x = arguments
+    dims, padding = eqn.params["window_dimensions"], eqn.params["padding"]
+    best, *others = _windows(eqn, x, identity)
+    index = jnp.zeros(best.shape, np.float32)
+    for i, part in enumerate(others, 1):
+        keep = keeps(best, part)
+        best = lax.select(keep, best, part)
+        index = lax.select(keep, index, jnp.full_like(index, i))
+    # Each axis becomes two: the windows, and the positions in a window.
+    shape = [*itertools.chain.from_iterable(zip(values.shape, dims, strict=True))]
+    own = jnp.zeros(shape, np.float32)
+    for axis, w in enumerate(dims):
+        if w > 1:
+            own = w * own + lax.broadcasted_iota(np.float32, shape, 2 * axis + 1)
+    index, values = (
+        lax.broadcast_in_dim(y, shape, range(0, len(shape), 2)) for y in (index, values)
+    )
+    result = lax.select(index == own, values, jnp.zeros_like(values))
+    covered = [n * w for n, w in zip(best.shape, dims, strict=True)]
+    sizes = zip(x.shape, covered, padding, strict=True)
+    ends = [(-low, n - m + low, 0) for n, m, (low, _) in sizes]
+    return [_padded(result.reshape(covered), 0, ends)]
 
 
 def _scatter(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
