@@ -1816,7 +1816,7 @@ _OF_CHECKS = (
     Fault(
         "weights of Keras that an interrupt loses",
         "mirror/_src/keras/step_function.py",
-        "        if last is not None:\n",
+        "        if last:\n",
         "        if False:\n",
         ("tests/keras/test_state.py",),
         likely="step_is_interrupted",
@@ -1842,8 +1842,8 @@ _OF_CHECKS = (
     Fault(
         "a model of Keras that verify changes",
         "mirror/_src/keras/verify.py",
-        "    finally:\n        with NoMesh():\n            _assign(variables, saved)\n",
-        "    finally:\n        with NoMesh():\n",
+        "            model.reset_metrics()\n            _assign(everything, saved)\n",
+        "            model.reset_metrics()\n",
         ("tests/keras/test_checks.py",),
         likely="verify",
         is_slow=True,

@@ -4,7 +4,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,13 +17,6 @@ from mirror._src.data.remainder import nearest_multiples
 from mirror._src.devices.backend import devices_of_type, type_of
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.per_replica import is_per_replica
-
-
-class _Outcome(NamedTuple):
-    """A batch on the devices, or the error in its place."""
-
-    batch: PyTree = None
-    error: BaseException | None = None
 
 
 class BatchPlacer:
@@ -46,7 +39,9 @@ class BatchPlacer:
         self._num_whole = 0
         self._last: weakref.ref[Any] | None = None
         self._is_ahead = type_of(replicas.distinct[0]) != "CPU"
-        self._next: weakref.WeakKeyDictionary[Any, _Outcome] = weakref.WeakKeyDictionary()
+        # Batches on the devices, each with the error in its place.
+        self._next: weakref.WeakKeyDictionary[Any, tuple[PyTree, BaseException | None]]
+        self._next = weakref.WeakKeyDictionary()
 
     def take(self, iterator: Iterator[PyTree]) -> PyTree:
         """Returns the iterator's next batch on the devices.
@@ -55,24 +50,23 @@ class BatchPlacer:
             StopIteration: At the end.
             TypeError: If it is not a global batch of numbers.
         """
-        outcome = self._next.pop(iterator, None) if self._reads_ahead(iterator) else None
-        if outcome is None:
-            return self._placed(iterator)
-        if outcome.error is not None:
-            raise outcome.error
-        return outcome.batch
+        ahead = self._next.pop(iterator, None) if self._reads_ahead(iterator) else None
+        batch, error = ahead or (self._placed(iterator), None)
+        if error is not None:
+            raise error
+        return batch
 
     def take_ahead(self, iterator: Iterator[PyTree]) -> None:
         """Loads the batch that the next `take` returns, on accelerators."""
         if not self._reads_ahead(iterator):
             return
         try:
-            self._next[iterator] = _Outcome(self._placed(iterator))
+            self._next[iterator] = self._placed(iterator), None
         except StopIteration:
             # A new one: its traceback would refer to the iterator, which could never be released.
-            self._next[iterator] = _Outcome(error=StopIteration())
+            self._next[iterator] = None, StopIteration()
         except Exception as error:  # raised in its turn
-            self._next[iterator] = _Outcome(error=error)
+            self._next[iterator] = None, error
 
     def _reads_ahead(self, iterator: Iterator[PyTree]) -> bool:
         """Whether the next batch of this iterator is loaded while the devices compute.

@@ -4,8 +4,7 @@ import warnings
 import weakref
 from typing import Any, NamedTuple
 
-import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from mirror._src.base.errors import listing
 from mirror._src.base.keras_library import BACKEND, backend, variables_of
@@ -105,13 +104,10 @@ def owner_of(model: Any) -> Owner | None:
             f"strategies:\n{names}\nCreate and compile the model in one scope: with "
             f"strategy.scope(): model = ...; model.compile(...). {_COPY}"
         )
-    owner = created or next((owner for owner, _ in parts.values()), None)
-    if owner is not None:
-        _require_supported(owner, "created, compiled or built")
-    if created is None and owner is not None:
-        _found[model] = owner
-    elif owner is None:
-        owner = _found.get(model)
+    for part_owner, _ in parts.values():
+        _require_supported(part_owner, "created, compiled or built")
+        _found[model] = part_owner
+    owner = created or _found.get(model)
     if owner is None or current is None or owner.replicas.mesh == current.replicas.mesh:
         return owner or current
     verb = "created" if created is not None else "compiled or trained"
@@ -127,17 +123,10 @@ def _owners_of_parts(model: Any) -> dict[Mesh, tuple[Owner, str]]:
     compiled = _compiled_in.get(model)
     parts = {} if compiled is None else {compiled.replicas.mesh: (compiled, "model.compile")}
     for variable in variables_of(model):
-        owner = _owner_of_array(variable.value)
-        if owner is not None:
-            parts.setdefault(owner.replicas.mesh, (owner, variable.path))
+        mesh: Any = getattr(getattr(variable.value, "sharding", None), "mesh", None)
+        if mesh in _by_mesh:
+            parts.setdefault(mesh, (_by_mesh[mesh], variable.path))
     return parts
-
-
-def _owner_of_array(value: Any) -> Owner | None:
-    sharding = value.sharding if isinstance(value, jax.Array) else None
-    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
-        return None
-    return _by_mesh.get(sharding.mesh)
 
 
 def _of_scope(verb: str) -> Owner | None:

@@ -2,9 +2,9 @@
 
 import contextlib
 import itertools
-import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from contextvars import ContextVar
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -19,28 +19,9 @@ from mirror._src.keras.batches import BatchPlacer
 from mirror._src.keras.owners import Owner
 from mirror._src.passes.lower.table import lowered, rules_for
 
-
-class _Begun(NamedTuple):
-    """A step that has begun.
-
-    Attributes:
-        function: Its step function.
-        state: The state that it takes, and donates.
-        outputs: Its results and the new state, when it has been launched.
-    """
-
-    function: "StepFunction"
-    state: PyTree
-    outputs: list[Any]
-
-
-class _Loops(threading.local):
-    def __init__(self) -> None:
-        self.begun: list[_Begun | None] = []
-        """The last step of each loop that is open in this thread."""
-
-
-_loops = _Loops()
+_last_step: ContextVar[list[Any] | None] = ContextVar("_last_step", default=None)
+"""The last step of the innermost open loop: its step function, the state that it takes and donates,
+and its results and the new state, when it has been launched. Empty before the first."""
 
 
 @contextlib.contextmanager
@@ -51,16 +32,17 @@ def keras_loop() -> Iterator[None]:
     the loop ends. If an interrupt arrives within a step, it writes back arrays that the step has
     donated, or none. The variables then get the state of the last step from here.
     """
-    _loops.begun.append(None)
+    last: list[Any] = []
+    token = _last_step.set(last)
     try:
         yield
     except BaseException:
-        last = _loops.begun[-1]
-        if last is not None:
-            last.function.restore(last.outputs[1] if last.outputs else last.state)
+        if last:
+            function, state, outputs = last
+            function.restore(outputs[1] if outputs else state)
         raise
     finally:
-        _loops.begun.pop()
+        _last_step.reset(token)
 
 
 class _Arrays(Sequence[jax.Array]):
@@ -160,8 +142,9 @@ class StepFunction:
                 variable.assign(value)
 
     def _begin(self, state: PyTree, outputs: list[Any]) -> None:
-        if _loops.begun:
-            _loops.begun[-1] = _Begun(self, state, outputs)
+        last = _last_step.get()
+        if last is not None:
+            last[:] = self, state, outputs
 
     def _step(self, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         follows = False
@@ -210,7 +193,7 @@ class StepFunction:
             program: The type of the batch of the step.
             follows: Whether the step took a state that a step had returned.
         """
-        if not _loops.begun:  # called by a user, who expects lists
+        if _last_step.get() is None:  # called by a user, who expects lists
             return state
         if not follows or program not in self._mirroring:
             if not all(map(self.owner.replicas.is_mirrored, jax.tree.leaves(state))):

@@ -1,9 +1,10 @@
 """`strategy.verify` of a Keras model: its training step on n devices, and on one."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -64,24 +65,22 @@ def verify_model(
             model.optimizer.build(model.trainable_variables)
         _require_step(model)
         variables = variables_of(model)
-        saved = [jnp.copy(variable.value) for variable in variables]
-        # Of an epoch in progress. The step may create more metrics, whose variables start again.
-        metrics = [(variable, jnp.copy(variable.value)) for variable in model.metrics_variables]
-    before = list(map(np.asarray, saved))
+        # Metrics are of an epoch in progress. The step may create more, which start again.
+        everything = [*variables, *model.metrics_variables]
+        saved = [jnp.copy(variable.value) for variable in everything]
+    before = list(map(np.asarray, saved[: len(variables)]))
     try:
         with scope:
             logs = model.train_on_batch(*args, return_dict=True)
         after = [np.array(variable.value) for variable in variables]
         with NoMesh():
-            _assign(variables, map(jnp.copy, saved))
+            _assign(everything, map(jnp.copy, saved))
             model.reset_metrics()
             expected_logs, expected_after = _on_one_device(model, single, args, variables)
     finally:
         with NoMesh():
-            _assign(variables, saved)
             model.reset_metrics()
-            for variable, value in metrics:
-                variable.assign(value)
+            _assign(everything, saved)
     rows = [
         Difference(f"logs[{name!r}]", relative_difference(np.asarray(logs[name]), value))
         for name, value in expected_logs.items()
@@ -109,21 +108,15 @@ def _on_one_device(
 ) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
     """Returns the logs of a training step on one device, and the variables after it."""
     step = StepFunction(model.train_function.made, Owner("one device", single), model, "train")
-    x, y, *weights = args
     groups = state_variables(model, "train")
     state = tuple([variable.value for variable in group] for group in groups)
-    logs, state = step(state, iter([(x, y, weights[0] if weights else None)]))
+    logs, state = step(state, iter([(*args, None)[:3]]))
     for group, values in zip(groups, state, strict=True):
         _assign(group, values)
-    return _flat(logs), [np.array(variable.value) for variable in variables]
-
-
-def _flat(logs: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Returns logs without the dicts inside, as `train_on_batch` does."""
-    flat: dict[str, np.ndarray] = {}
-    for name, value in logs.items():
-        flat |= _flat(value) if isinstance(value, Mapping) else {name: np.asarray(value)}
-    return flat
+    # Without the dicts inside, as `train_on_batch` returns them.
+    leaves: Any = jax.tree.leaves_with_path(logs)
+    flat = {path[-1].key: np.asarray(value) for path, value in leaves}
+    return flat, [np.array(variable.value) for variable in variables]
 
 
 def _assign(variables: Sequence[Any], values: Iterable[Any]) -> None:
