@@ -207,19 +207,24 @@ class StepFunction:
     def _all_mirrored(self, state: PyTree) -> PyTree:
         """Returns the state mirrored, and each array once, because the step donates it.
 
-        Keras assigns one array to two variables, such as the averages of `use_ema` at the end of
-        `fit`. Host devices would wait forever for the one that rejects to donate it twice.
+        Callbacks assign to variables, and XLA may choose to shard what the step returns. Keras
+        assigns one array to two variables, such as the averages of `use_ema` at the end of `fit`.
+        Host devices would wait forever for the one that rejects to donate it twice.
         """
         treedef: Any
         leaves, treedef = jax.tree.flatten(state)
-        seen: set[int] = set()
-        mirrored = []
+        replicas, seen = self.owner.replicas, set[int]()
         for i, leaf in enumerate(leaves):
-            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            is_array = isinstance(leaf, jax.Array)
+            if is_array and leaf.is_deleted():
                 self._reject_deleted(i)
-            mirrored.append(self._mirrored(leaf, is_shared=id(leaf) in seen))
+            if not is_array or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                leaves[i] = replicas.mirror(leaf)
+            elif id(leaf) in seen or not replicas.is_mirrored(leaf):
+                # Through the host, which takes one transfer instead of a transfer and a launch.
+                leaves[i] = replicas.mirror(np.asarray(leaf))
             seen.add(id(leaf))
-        return treedef.unflatten(mirrored)
+        return treedef.unflatten(leaves)
 
     def _reject_deleted(self, index: int) -> NoReturn:
         """Raises an error: host devices would wait forever for the one that rejects the array."""
@@ -230,12 +235,3 @@ class StepFunction:
             "Its buffer was donated to a step of another model that shares it. Assign values "
             "again, and to share them a copy: variable.assign(numpy.array(other.value))."
         )
-
-    def _mirrored(self, leaf: Any, *, is_shared: bool) -> Any:
-        """Callbacks assign to variables, and XLA may choose to shard what the step returns."""
-        replicas = self.owner.replicas
-        if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return replicas.mirror(leaf)
-        # Through the host, which takes one transfer instead of a transfer and a launch.
-        is_ready = replicas.is_mirrored(leaf) and not is_shared
-        return leaf if is_ready else replicas.mirror(np.asarray(leaf))
