@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import chex
 import flax
@@ -16,6 +16,7 @@ import optax
 
 from mirror._src.base.naming import code_of
 
+F = TypeVar("F", bound=Callable[..., Any])
 _USERS = "_mirror_users_function"
 
 
@@ -66,9 +67,10 @@ def place(filename: str, line: int | None) -> str:
     return " ".join(cell) + f", line {line}" if cell else f"{os.path.basename(filename)}:{line}"
 
 
-def on_behalf_of(fn: Callable[..., Any], users: Callable[..., Any]) -> None:
+def on_behalf_of(fn: F, users: Callable[..., Any]) -> F:
     """Lets `line_of` return the line of the user's function for a function of mirror."""
     setattr(fn, _USERS, users)
+    return fn
 
 
 def users_function(fn: Callable[..., Any]) -> Callable[..., Any]:

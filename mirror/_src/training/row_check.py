@@ -348,8 +348,7 @@ def _of_first(step: Step) -> Step:
     def first(model: Any, batches: PyTree, masks: Any) -> Any:
         return step(model, *jax.tree.map(lambda x: x[0], (batches, masks)))
 
-    on_behalf_of(first, users_function(step))
-    return first
+    return on_behalf_of(first, users_function(step))
 
 
 def _name(step: Step) -> str:

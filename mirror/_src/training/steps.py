@@ -72,8 +72,7 @@ def training_step(objective: Objective, wrt: Any, accumulate_steps: int) -> Call
         before.restore_unless(finite)
         return _with_scale(sums, scale, finite)
 
-    on_behalf_of(train_step, objective.loss_fn)
-    return train_step
+    return on_behalf_of(train_step, objective.loss_fn)
 
 
 def repeated(train_step: Callable[..., Sums]) -> Callable[..., Sums]:
@@ -110,8 +109,7 @@ def repeated(train_step: Callable[..., Sums]) -> Callable[..., Sums]:
         nnx.update((model, optimizer, *scales), state)
         return total
 
-    on_behalf_of(train_steps, users_function(train_step))
-    return train_steps
+    return on_behalf_of(train_steps, users_function(train_step))
 
 
 def evaluation_step(objective: Objective) -> Callable[[nnx.Module, PyTree, Array], Sums]:
@@ -124,8 +122,7 @@ def evaluation_step(objective: Objective) -> Callable[[nnx.Module, PyTree, Array
         reduced = _all_reduced([], sums._replace(metrics={}), num_rows)[1]
         return reduced._replace(metrics=sums.metrics)
 
-    on_behalf_of(evaluate_step, objective.loss_fn)
-    return evaluate_step
+    return on_behalf_of(evaluate_step, objective.loss_fn)
 
 
 def prediction_step(
@@ -137,8 +134,7 @@ def prediction_step(
         with describes_batch(fn, batch), precision.computing(), masking(mask):
             return fn(_for_evaluation(model), batch)
 
-    on_behalf_of(predict_step, fn)
-    return predict_step
+    return on_behalf_of(predict_step, fn)
 
 
 def examples_of(objective: Objective, *, in_training: bool) -> Callable[..., list[Array]]:
@@ -147,8 +143,7 @@ def examples_of(objective: Objective, *, in_training: bool) -> Callable[..., lis
     def examples(model: nnx.Module, batch: PyTree, mask: Array) -> list[Array]:
         return objective.examples(model if in_training else _for_evaluation(model), batch, mask)
 
-    on_behalf_of(examples, objective.loss_fn)
-    return examples
+    return on_behalf_of(examples, objective.loss_fn)
 
 
 def gradients_of(objective: Objective, wrt: Any) -> Callable[..., list[Array]]:
@@ -158,8 +153,7 @@ def gradients_of(objective: Objective, wrt: Any) -> Callable[..., list[Array]]:
     def compute_gradients(model: nnx.Module, batch: PyTree, mask: Array) -> list[Array]:
         return jax.tree.leaves(gradients(model, batch, mask, mask.size, None)[0])
 
-    on_behalf_of(compute_gradients, objective.loss_fn)
-    return compute_gradients
+    return on_behalf_of(compute_gradients, objective.loss_fn)
 
 
 def _gradients(objective: Objective, wrt: Any) -> Callable[..., Gradients]:
