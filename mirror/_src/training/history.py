@@ -2,7 +2,7 @@
 
 import html
 import io
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -61,13 +61,6 @@ class History(Mapping[str, list[float]]):
         for name, number in numbers.items():
             column = self._columns.setdefault(name, [float("nan")] * len(self.epochs))
             column[-1] = number
-
-    def remove_last(self, names: Collection[str]) -> None:
-        """Removes the last epoch, and all metrics but `names`, which earlier epochs have."""
-        self._columns = {name: self._columns[name] for name in names}
-        columns: list[list[Any]] = [self.epochs, self.epoch_secs, *self._columns.values()]
-        for column in columns:
-            del column[-1]
 
     def __getitem__(self, name: str) -> list[float]:
         if name not in self._columns:

@@ -394,8 +394,10 @@ class FitLoop:
         if self._limit is None and position.samples:
             self._end_pass()
         self.remember_callbacks()
-        states, names = copy.deepcopy(position.callbacks), list(position.history)
-        meter, epoch_step = position.meter, position.epoch_step
+        before = vars(position) | {
+            "callbacks": copy.deepcopy(position.callbacks),
+            "history": History.from_dict(position.history.to_dict()),
+        }
         position.next_epoch()
         position.history.add(epoch, logs, time.perf_counter() - self._started)
         known = set(logs)
@@ -403,9 +405,7 @@ class FitLoop:
             self._call("on_epoch_end", logs)
             position.history.add_to_last({k: v for k, v in logs.items() if k not in known})
         except BaseException:
-            position.history.remove_last(names)
-            position.callbacks = states
-            position.epoch, position.epoch_step, position.meter = epoch, epoch_step, meter
+            vars(position).update(before)
             self._has_states = True
             raise
 

@@ -290,15 +290,7 @@ class Position:
         """
         for name, state in self.callbacks.items():
             _require_json(name, state)
-        return {
-            **{name: getattr(self, name) for name in _COUNTS},
-            "meter": self.meter.to_dict(),
-            "history": self.history.to_dict(),
-            "callbacks": self.callbacks,
-            "bits": self.bits,
-            "data": self.data,
-            "loader": self.loader,
-        }
+        return {**vars(self), "meter": self.meter.to_dict(), "history": self.history.to_dict()}
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> "Position":
