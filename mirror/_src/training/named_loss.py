@@ -28,6 +28,8 @@ from mirror._src.training.precision import is_half
 
 PartOfBatch: TypeAlias = str | int | Callable[[PyTree], Any]
 
+_lock = threading.Lock()  # batches are read in another thread than steps are traced
+
 
 @final
 class Labels:
@@ -58,7 +60,6 @@ class Labels:
         self._are_probabilities = are_probabilities
         self._source = "" if num_classes is None else f"num_classes={num_classes}"
         self._waiting: list[tuple[int, np.ndarray]] = []
-        self._lock = threading.Lock()  # batches are read in another thread than steps are traced
 
     def inspect(self, number: int, batch: PyTree) -> None:
         """Checks the labels of a batch on the host.
@@ -76,7 +77,7 @@ class Labels:
                 f"`labels` must be integers, one per example, got {describe(labels)} in batch "
                 f"{number}. Convert one-hot rows with x.argmax(-1), and columns with x[:, 0]."
             )
-        with self._lock:
+        with _lock:
             if self.num_classes is None:
                 self._waiting.append((number, labels))
                 return
@@ -89,7 +90,7 @@ class Labels:
             ValueError: If there are fewer logits than classes, or labels of a batch that was read
                 ahead are out of range.
         """
-        with self._lock:
+        with _lock:
             if self.num_classes is None:
                 self.num_classes = num_classes
                 self._source = f"the model returns {num_classes} logits per example"
@@ -103,13 +104,7 @@ class Labels:
             self._require_range(number, labels)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**vars(self), "_waiting": []}
-        del state["_lock"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._lock = threading.Lock()
+        return {**vars(self), "_waiting": []}
 
     def _require_range(self, number: int, labels: np.ndarray) -> None:
         assert self.num_classes is not None
