@@ -473,9 +473,8 @@ class Trainer(Generic[M]):
         return loop.history
 
     def _validate(self, validation: Validation, num_trained: int) -> dict[str, float]:
-        observed = functools.partial(validation.observed, num_trained)
-        model = self._objects["model"]
-        return self._evaluate(model, validation.batches(), validation.num_batches, observed)
+        batches = self._whole_pass(validation.batches(), most=validation.num_batches)
+        return self._evaluate(self._objects["model"], validation.observed(num_trained, batches))
 
     @api_boundary
     @explains_arguments
@@ -499,22 +498,13 @@ class Trainer(Generic[M]):
     def _evaluate_model(self, model: Any, data: Data, batch_size: int | None) -> dict[str, float]:
         batches = batches_of("evaluate", data, batch_size)
         require_end("data", batches, "Limit it: trainer.evaluate(itertools.islice(data, 100)).")
-        return self._evaluate(model, batches)
+        return self._evaluate(model, self._whole_pass(batches))
 
-    def _evaluate(
-        self,
-        model: Any,
-        data: Iterable[PyTree],
-        most: int | None = None,
-        observed: Callable[[Iterator[PaddedBatch]], Iterable[PaddedBatch]] = iter,
-    ) -> dict[str, float]:
-        """Evaluates all batches, or the first `most`, of the pass that `observed` returns."""
+    def _evaluate(self, model: Any, batches: Iterator[PaddedBatch]) -> dict[str, float]:
         meter, metrics = MetricAccumulator(), MetricTotals(self._local)
-        distributed = self._distributed(data)
         step = self._training.evaluate_step
         with self._watched(), self._using("evaluate"):
-            batches = whole_pass(distributed, most=most, inspect=self._objective.inspect)
-            for batch in observed(batches):
+            for batch in batches:
                 self._rows.warn_of_training_mode(self._evaluated_examples, model, batch)
                 (padded,) = self._rows.without_padding(self._evaluated_examples, model, batch)
                 arguments = (model, padded.batch, padded.mask)
@@ -677,9 +667,8 @@ class Trainer(Generic[M]):
         >>> trainer.verify(data).largest < 1e-5
         True
         """
-        distributed = self._distributed(batches_of("verify", data, batch_size))
-        multiple, inspect = self._runner.multiple, self._objective.inspect
-        (padded,) = whole_pass(distributed, most=1, multiple=multiple, inspect=inspect)
+        batches = batches_of("verify", data, batch_size)
+        (padded,) = self._whole_pass(batches, most=1, multiple=self._runner.multiple)
         with self._using("verify"):
             rtol = self._precision.rtol_of(self._objects["model"]) if rtol is None else rtol
             return self._runner.verify(padded, rtol)
@@ -895,6 +884,10 @@ class Trainer(Generic[M]):
         batches = rows.without_padding(step, model, batch, multiple, changes_state=True)
         # A list: `map` would end at a StopIteration that the loss raises.
         return functools.reduce(add_on_host, [self._runner.run(each) for each in batches])
+
+    def _whole_pass(self, data: Iterable[PyTree], **options: Any) -> Iterator[PaddedBatch]:
+        """Yields the batches of one pass, whose labels are checked."""
+        return whole_pass(self._distributed(data), inspect=self._objective.inspect, **options)
 
     def _distributed(self, data: Iterable[PyTree]) -> DistributedDataset[Any]:
         if isinstance(data, DistributedDataset):
