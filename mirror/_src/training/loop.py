@@ -90,6 +90,8 @@ class FitLoop:
         ordered = sorted(callbacks, key=lambda c: (c.runs_last, not c.adds))
         is_chief = trainer.strategy.is_chief
         self._callbacks = [c for c in ordered if is_chief or not c.runs_on_chief_only]
+        monitors = [getattr(callback, "_monitor", None) for callback in self._callbacks]
+        self._monitors: list[Any] = [each for each in monitors if hasattr(each, "require_metric")]
         self._agreed_stop: AgreedStop | None = None
         self._has_states = False
         self._batches: deque[tuple[int, PaddedBatch]] = deque()  # of launches not collected
@@ -222,6 +224,8 @@ class FitLoop:
                 _restore(callback, name, states[name])
             else:
                 _require_same_monitor(name, states.keys() - names, self.position.epoch)
+        for monitor in self._monitors:
+            monitor.require_validation(self)
         with Closing() as at_end:
             if self.trainer.strategy._spans_processes:
                 self._agreed_stop = AgreedStop()
@@ -324,6 +328,8 @@ class FitLoop:
         if not self.metrics:
             self.metrics = tuple(in_order(sums.totals))
             self._require_other_names()
+            for monitor in self._monitors:
+                monitor.require_metric(self)
         if self._keeps_batches is None:  # to find NaN in them; large ones would need memory
             self._keeps_batches = bytes_of(batch) <= _MOST_KEPT_BYTES
         if self._keeps_batches:

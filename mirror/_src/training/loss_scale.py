@@ -11,6 +11,7 @@ from flax import nnx
 from mirror._src.base.errors import expected, require_int
 from mirror._src.base.modules import set_module
 from mirror._src.base.types import Array, PyTree
+from mirror._src.training.precision import widened
 
 SCALE, SKIPPED = "loss_scale", "skipped"
 """Names of the metrics."""
@@ -102,7 +103,7 @@ class LossScale(nnx.Module):
     def scale(self, loss: Any) -> Array:
         """Returns the loss times the scale, at least in float32."""
         loss = jnp.asarray(loss)
-        return _widened(loss) * self.current[...]
+        return widened(loss) * self.current[...]
 
     def unscale(self, grads: PyTree) -> PyTree:
         """Returns the gradients divided by the scale, with their dtypes.
@@ -110,7 +111,7 @@ class LossScale(nnx.Module):
         Divide all-reduced gradients: a sum that overflows must be infinite when `update` sees it.
         """
         scale = self.current[...]
-        return jax.tree.map(lambda x: (_widened(x) / scale).astype(x.dtype), grads)
+        return jax.tree.map(lambda x: (widened(x) / scale).astype(x.dtype), grads)
 
     def update(self, grads: PyTree) -> Array:
         """Adapts the scale to the gradients of a step, which all replicas must have in common.
@@ -214,10 +215,6 @@ def stuck(loss_scale: LossScale | None, logs: Mapping[str, float], step: int) ->
         "gradient of sqrt(0), labels out of range, or activations beyond 65504, the largest number "
         "of float16, for which precision='bfloat16' has room."
     )
-
-
-def _widened(x: Any) -> Any:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _as_float32(name: str, value: Any) -> float:

@@ -11,6 +11,7 @@ import optax
 from mirror._src.base.errors import describe, expected, nearest
 from mirror._src.base.naming import name_of, parameter_names, require_parameters, signature_of
 from mirror._src.base.types import Array
+from mirror._src.training.precision import widened
 
 LossName: TypeAlias = Literal[
     "sparse_categorical_crossentropy",
@@ -125,7 +126,7 @@ def aligned(name: str, kind: Kind, outputs: Array, labels: Array) -> tuple[Array
         raise TypeError(
             f"The outputs of the model must be floats for {name!r}, got {describe(outputs)}."
         )
-    outputs = outputs.astype(jnp.promote_types(outputs.dtype, jnp.float32))
+    outputs = widened(outputs)
     if kind == "classes":
         return outputs, _classes(name, outputs, labels)
     if kind != "one-hot":

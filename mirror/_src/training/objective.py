@@ -24,7 +24,7 @@ from mirror._src.training.named_loss import (
     part_of,
     require_loss_function,
 )
-from mirror._src.training.precision import Precision, is_half
+from mirror._src.training.precision import Precision, is_half, widened
 from mirror._src.training.weighted import Weighted
 
 _BASE = 256
@@ -252,7 +252,7 @@ class Objective:
             values, weights, metrics = self._values(model, batch, mask.shape[0])
         penalty = self._penalty_of(model)
         if LOSS in weights:  # so that it is added to the quotient
-            penalty = penalty * _as_floats(weights[LOSS])
+            penalty = penalty * widened(weights[LOSS])
         losses = jnp.where(mask, self._weighted(values.pop(LOSS), batch) + penalty, 0)
         totals = {LOSS: losses.sum(dtype=_wide(losses.dtype)), **_sums(values, mask)}
         divisors = jnp.where(mask, weights[LOSS], 0) if LOSS in weights else None
@@ -385,10 +385,6 @@ def _sum(value: Array, mask: Array) -> Array:
     if jnp.issubdtype(value.dtype, jnp.floating):
         return jnp.sum(value, where=mask, dtype=_wide(value.dtype))
     return exact_sum(value, mask)
-
-
-def _as_floats(weights: Array) -> Array:
-    return weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
 
 
 def add_on_host(a: Sums, b: Sums) -> Sums:

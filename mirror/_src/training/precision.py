@@ -170,6 +170,11 @@ def is_half(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
 
 
+def widened(x: Any) -> Any:
+    """Returns an array at least in float32."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def _has_dtype(module: Any) -> bool:
     if isinstance(module, _WEIGHTS) or not hasattr(module, "dtype"):
         return False

@@ -80,7 +80,7 @@ _VALIDATION = "val_"
 
 @final
 class Monitor:
-    """The metric that a callback monitors.
+    """The metric that a callback monitors, as its attribute `_monitor`, which the run checks.
 
     Args:
         callback: Class name of the callback, for messages.

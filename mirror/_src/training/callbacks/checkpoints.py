@@ -97,8 +97,6 @@ class Checkpoint(Callback):
         """Opens the directory."""
         self._saved, self._due = fit.position.step, False
         self._termination = Termination(self._grace_secs, self._say_late)
-        if self._monitor is not None:
-            self._monitor.require_validation(fit)
         if fit.trainer.strategy.is_chief:  # the others have the same arrays
             self._store = CheckpointStore(
                 self._directory,
@@ -115,8 +113,6 @@ class Checkpoint(Callback):
 
     def on_step(self, fit: FitLoop) -> None:
         """Writes a checkpoint if it is due."""
-        if self._monitor is not None:
-            self._monitor.require_metric(fit)
         if self._every_steps and fit.position.step - self._saved >= self._every_steps:
             self._save(fit)
 

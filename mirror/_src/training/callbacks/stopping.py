@@ -64,14 +64,9 @@ class EarlyStopping(Callback):
 
     def on_fit_begin(self, fit: FitLoop) -> None:
         """Resets the best value of a new training; a resumed one may stop at once."""
-        self._monitor.require_validation(fit)
         if not fit.history.epochs:
             self._reset()
         self._stop_if_due(fit)
-
-    def on_step(self, fit: FitLoop) -> None:
-        """Checks that the metric exists."""
-        self._monitor.require_metric(fit)
 
     def on_epoch_end(self, fit: FitLoop, logs: dict[str, float]) -> None:
         """Compares the metric with its best value."""
@@ -136,16 +131,6 @@ class NaNGuard(Callback):
 
     def __init__(self, monitor: str | None = None) -> None:
         self._monitor = None if monitor is None else Monitor("NaNGuard", monitor, of_steps=True)
-
-    def on_fit_begin(self, fit: FitLoop) -> None:
-        """Checks that the metric is one of training."""
-        if self._monitor is not None:
-            self._monitor.require_validation(fit)
-
-    def on_step(self, fit: FitLoop) -> None:
-        """Checks that the metric exists."""
-        if self._monitor is not None:
-            self._monitor.require_metric(fit)
 
     def on_metrics(self, fit: FitLoop, step: int, logs: dict[str, float]) -> None:
         """Checks the metrics of a launch."""
