@@ -28,7 +28,7 @@ from mirror._src.strategy.mirrored import get_replica_context
 from mirror._src.training.loss_scale import SCALE, SKIPPED, LossScale, Snapshot
 from mirror._src.training.mistakes import describes_batch, require_transformation
 from mirror._src.training.objective import LOSS, Objective, Sums, as_float, carried, fit_floats
-from mirror._src.training.precision import Precision
+from mirror._src.training.precision import Precision, widened
 
 Gradients = tuple[list[PyTree], Sums]
 """The gradient of the loss, or of the values and of the weights of a `Weighted` loss; the sums."""
@@ -201,8 +201,7 @@ def _gradients(objective: Objective, wrt: Any) -> Callable[..., Gradients]:
             _require_whole_batch(objective)
             # XLA merges this forward pass with the other one.
             found.append(gradient(loss_of_weights, nnx.merge(graphdef, before, copy=True))[0])
-        widened = lambda x: x.astype(_at_least_float32(x.dtype)) * divisor  # noqa: E731
-        return jax.tree.map(widened, found), sums
+        return jax.tree.map(lambda x: widened(x) * divisor, found), sums
 
     return gradients
 

@@ -64,17 +64,14 @@ class LogProgress(Display):
 
     def on_epoch_end(self, fit: FitLoop, logs: dict[str, float]) -> None:
         """Prints the metrics and the duration."""
-        seconds = fit.history.epoch_secs[-1]
-        # Wrapped lines break between two metrics only.
-        items = [
-            item.replace(" ", "\N{NO-BREAK SPACE}") for item in format_metrics(logs).split(", ")
-        ]
-        title = f"epoch\N{NO-BREAK SPACE}{fit.position.epoch}/{fit.epochs}"
+        title = f"epoch {fit.position.epoch}/{fit.epochs}"
         if not self._has_printed:
             self._has_printed = True
-            where = format_replicas(fit.trainer.strategy).replace(" ", "\N{NO-BREAK SPACE}")
-            title += f"\N{NO-BREAK SPACE}on\N{NO-BREAK SPACE}{where}"
-        self.note(f"{title}: {', '.join(items)}, {seconds:.1f}\N{NO-BREAK SPACE}s")
+            title += f" on {format_replicas(fit.trainer.strategy)}"
+        items = [*format_metrics(logs).split(", "), f"{fit.history.epoch_secs[-1]:.1f} s"]
+        # Wrapped lines break between two metrics only.
+        title, *items = (each.replace(" ", "\N{NO-BREAK SPACE}") for each in (title, *items))
+        self.note(f"{title}: {', '.join(items)}")
 
     def note(self, text: str) -> None:
         """Prints a line."""
