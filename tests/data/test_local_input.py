@@ -362,19 +362,12 @@ def test_nothing_uses_the_store_after_the_end_of_the_process(monkeypatch):
 # ---- parts
 
 
-class Replicas(SimpleNamespace):
-    """The replicas of one process of two, with two devices each."""
-
-    local_ids = (0, 1)
-
-
 def parts(batches, plan, others):
     """Returns what a process reads while another process reads parts of the sizes `others`."""
 
     def mine():
-        reader = local_input.LocalInput(Replicas())
-        reader._key = "local/train.py:7/0"
-        reading = reader.start(iter(batches), "")
+        exchange = StepExchange("local/train.py:7/0/0", "the dataset of train.py:7")
+        reading = local_input._LocalPass(iter(batches), 2, exchange, "", is_first=True)
         return list(reading.steps(host_batches(reading.batches, ""), plan))
 
     def other():

@@ -1077,9 +1077,9 @@ _OF_DATA = (
     ),
     Fault(
         "a mask that counts one example of padding",
-        "mirror/_src/data/remainder.py",
-        "return np.arange(full) < batch.size",
-        "return np.arange(full) <= batch.size",
+        "mirror/_src/data/input.py",
+        "return np.arange(full) < self.batch.size",
+        "return np.arange(full) <= self.batch.size",
         ("tests/data/test_distribute.py",),
         likely="pad",
     ),
@@ -1538,7 +1538,7 @@ _OF_TRAINING = (
     Fault(
         "validation examples that are trained on",
         f"{_TRAINING}/inputs.py",
-        "        rows = rows.first(end)\n",
+        "        rows = rows.part(slice(end))\n",
         "",
         ("tests/training/test_inputs.py",),
         likely="validation_split",

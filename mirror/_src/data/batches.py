@@ -42,16 +42,10 @@ class HostBatch(NamedTuple):
         """Returns the batch with buffers of its own."""
         return self._replace(leaves=tuple(copied(self.leaves)))
 
-    def first(self, count: int) -> "HostBatch":
-        """Returns the first `count` examples of the batch."""
-        return self._replace(leaves=tuple(leaf[:count] for leaf in self.leaves), size=count)
-
-    def without(self, count: int) -> "HostBatch":
-        """Returns the batch without its first `count` examples."""
-        if not count:
-            return self
-        leaves = tuple(leaf[count:] for leaf in self.leaves)
-        return self._replace(leaves=leaves, size=self.size - count)
+    def part(self, rows: slice) -> "HostBatch":
+        """Returns some of the examples of the batch."""
+        leaves = tuple(leaf[rows] for leaf in self.leaves)
+        return self._replace(leaves=leaves, size=len(range(self.size)[rows]))
 
 
 def host_batches(
@@ -140,6 +134,12 @@ def array_of(name: str, leaf: Any) -> Any:
             f"{name} is {describe(leaf)} of dtype {array.dtype}, which JAX does not support. {fix}"
         )
     return array
+
+
+def shape_on_devices(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Returns the spec of a host array once on the devices: 64 bits need `jax_enable_x64`."""
+    on_devices = jax.dtypes.canonicalize_dtype(dtype) if is_numeric(dtype) else dtype
+    return jax.ShapeDtypeStruct(shape, on_devices)
 
 
 def _rows(name: str, path: Any, leaf: Any, advice: str) -> Any:

@@ -10,10 +10,10 @@ from mirror._src.base.errors import counted, describe, expected
 from mirror._src.base.modules import set_module
 from mirror._src.base.naming import keys
 from mirror._src.base.types import PyTree
-from mirror._src.data.batches import array_of, host_batch, host_batches
+from mirror._src.data.batches import array_of, host_batch, host_batches, shape_on_devices
 from mirror._src.data.foreign import advice, is_array
-from mirror._src.data.input import GlobalInput, Input, InputMode, Inspect, Pass, Plan
-from mirror._src.data.local_input import LocalInput, require_own_shard
+from mirror._src.data.input import InputMode, Inspect, Pass, Plan
+from mirror._src.data.local_input import require_own_shard
 from mirror._src.data.padded import PaddedDataset
 from mirror._src.data.remainder import (
     Remainder,
@@ -26,8 +26,6 @@ from mirror._src.data.source import (
     B,
     DistributedDatasetBase,
     Source,
-    require_known_shapes,
-    shape_on_devices,
 )
 from mirror._src.data.states import StatefulPass
 from mirror._src.data.step_exchange import Form
@@ -82,9 +80,7 @@ class DistributedDataset(DistributedDatasetBase[B]):
         is_local = input_mode == "local" and replicas.spans_processes
         if replicas.spans_processes:
             require_own_shard(source, is_local=is_local)
-        reader = _reader(replicas, is_local=is_local)
-        super().__init__(Source(source, _FIX), reader, prefetch)
-        self._replicas = replicas
+        super().__init__(Source(source, _FIX), replicas, prefetch, is_local=is_local)
         self._remainder = remainder
 
     def __len__(self) -> int:
@@ -106,7 +102,7 @@ class DistributedDataset(DistributedDatasetBase[B]):
     def __repr__(self) -> str:
         source = repr(self._source)
         replicas = counted(len(self._replicas), "replica")
-        local = ", input='local'" if self._input.is_local else ""
+        local = ", input='local'" if self._is_local else ""
         return f"DistributedDataset({source}, {replicas}, remainder={self._remainder!r}{local})"
 
     def padded(
@@ -143,9 +139,9 @@ class DistributedDataset(DistributedDatasetBase[B]):
             TypeError: If one of them is not an int.
         """
         plan = Plan(self._remainder, multiple, skip, True, inspect, group)
-        # A new one, whose passes are counted from 0 in every process.
-        reader = _reader(self._replicas, is_local=self._input.is_local)
-        return PaddedDataset(self._source, reader, self._prefetch, plan, state)
+        return PaddedDataset(
+            self._source, self._replicas, self._prefetch, plan, state, is_local=self._is_local
+        )
 
     def _distributed(self, reading: Pass, source: StatefulPass) -> Generator[Any, None, None]:  # noqa: ARG002
         batches = host_batches(reading.batches, self._source.advice)
@@ -159,9 +155,9 @@ class DistributedDataset(DistributedDatasetBase[B]):
 
     def _shapes(self) -> Any:
         if self._remainder == "pad":
-            require_known_shapes(self._input)
+            self._require_known_size()
         batch = host_batch("batch", self._first(), self._source.advice)
-        num_rows, n = self._input.num_rows, len(self._replicas)
+        num_rows, n = self._num_rows, len(self._replicas)
         is_kept(batch, num_rows, self._remainder)
         size = padded_size(batch.size, num_rows) // num_rows
         spec = batch.map(lambda leaf: shape_on_devices((n, size, *leaf.shape[1:]), leaf.dtype))
@@ -177,9 +173,8 @@ class PerReplicaDataset(DistributedDatasetBase[B]):
     """
 
     def __init__(self, source: Iterable[PyTree], replicas: ReplicaDevices, prefetch: int) -> None:
-        reader = _reader(replicas, is_local=replicas.spans_processes)
-        super().__init__(Source(source, _FIX_OF_FUNCTION), reader, prefetch)
-        self._replicas = replicas
+        is_local = replicas.spans_processes
+        super().__init__(Source(source, _FIX_OF_FUNCTION), replicas, prefetch, is_local=is_local)
         if not isinstance(source, Iterable) or isinstance(source, str | Mapping):
             raise TypeError(
                 f"The function must return an iterable of batches, got {describe(source)}. Return "
@@ -202,7 +197,7 @@ class PerReplicaDataset(DistributedDatasetBase[B]):
             )
         named = [_named_arrays(batch) for batch in batches]
         columns = {name: [arrays[name] for arrays in named] for name in named[0]}
-        if self._input.is_local and any(len({a.shape for a in c}) > 1 for c in columns.values()):
+        if self._is_local and any(len({a.shape for a in c}) > 1 for c in columns.values()):
             raise NotImplementedError(UNEQUAL_SHAPES)
         return treedefs[0], columns
 
@@ -221,10 +216,6 @@ def _form(group: Group) -> Form:
         for name, column in columns.items()
     )
     return Form("batches of replicas", str(treedef), leaves)
-
-
-def _reader(replicas: ReplicaDevices, *, is_local: bool) -> Input:
-    return LocalInput(replicas) if is_local else GlobalInput(replicas)
 
 
 @set_module("mirror")

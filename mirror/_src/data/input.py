@@ -4,7 +4,7 @@ import abc
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypeVar, final
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, final
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from mirror._src.base.naming import depth_of_user
 from mirror._src.base.types import PyTree
 from mirror._src.data.batches import HostBatch
 from mirror._src.data.foreign import taken
-from mirror._src.data.remainder import Remainder, grown, is_kept, mask_of, padded, padded_size
+from mirror._src.data.remainder import Remainder, grown, is_kept, padded, padded_size, reject_keys
 from mirror._src.data.same_batches import SameBatches
 from mirror._src.data.step_exchange import Form
 from mirror._src.devices.replicas import ReplicaDevices
@@ -75,12 +75,21 @@ class InputBatch(NamedTuple):
     states: States
 
     def padded(self, full: int) -> HostBatch:
-        """Returns the rows, padded to a number that is at least `full` of this batch."""
-        return padded(self.batch, full)
+        """Returns the rows, padded to a number that is at least `full` of this batch.
+
+        `size` remains the number of examples.
+
+        Raises:
+            TypeError: If a leaf is an array of PRNG keys.
+        """
+        reject_keys(self.batch)
+        if self.batch.size == full:
+            return self.batch
+        return self.batch._replace(leaves=tuple(padded(x, full) for x in self.batch.leaves))
 
     def mask(self, full: int) -> np.ndarray:
-        """Returns the mask of the padded rows."""
-        return mask_of(self.batch, full)
+        """Returns the mask of the padded rows: True for examples."""
+        return np.arange(full) < self.batch.size
 
 
 @dataclass(eq=False)
@@ -121,50 +130,19 @@ class Pass(abc.ABC):
         """Ends the waiting of another thread for other processes, because the loop has ended."""
 
 
-class Input(abc.ABC):
-    """Base class for the ways in which processes read global batches.
-
-    Attributes:
-        is_local: Whether each process reads only a part of a global batch.
-        num_rows: Number of replicas whose rows this process reads.
-    """
-
-    is_local: ClassVar[bool]
-
-    def __init__(self, replicas: ReplicaDevices, num_rows: int) -> None:
-        self._replicas, self.num_rows = replicas, num_rows
-
-    @abc.abstractmethod
-    def start(self, batches: Iterator[PyTree], order: str) -> Pass:
-        """Starts a pass.
-
-        Args:
-            batches: The batches that this process reads.
-            order: Description of the order, if known.
-        """
-
-    @abc.abstractmethod
-    def place(self, rows: Any) -> Any:
-        """Puts rows `(num_rows, *shape)` on the devices of their replicas."""
+StartPass: TypeAlias = Callable[[Iterator[PyTree], str], Pass]
+"""Starts a pass over the batches that this process reads, in an order, if it is known."""
 
 
-@final
-class GlobalInput(Input):
-    """Each process reads whole global batches, and places the rows of its own replicas."""
+def global_passes(replicas: ReplicaDevices) -> StartPass:
+    """Returns a function for passes in which each process reads whole global batches."""
+    same = SameBatches() if replicas.spans_processes else None
 
-    is_local = False
-
-    def __init__(self, replicas: ReplicaDevices) -> None:
-        super().__init__(replicas, len(replicas))
-        self._same = SameBatches() if replicas.spans_processes else None
-
-    def start(self, batches: Iterator[PyTree], order: str) -> Pass:
+    def start(batches: Iterator[PyTree], order: str) -> Pass:
         del order  # the batches themselves are compared
-        compared = batches if self._same is None else self._same.start(batches)
-        return _GlobalPass(compared, self.num_rows)
+        return _GlobalPass(batches if same is None else same.start(batches), len(replicas))
 
-    def place(self, rows: Any) -> Any:
-        return self._replicas.stack(rows)
+    return start
 
 
 @final
@@ -180,7 +158,7 @@ class _GlobalPass(Pass):
             skipped = min(left, batch.size)
             left -= skipped
             if not skipped or skipped < batch.size:
-                rest = plan.inspected(batch.without(skipped))
+                rest = plan.inspected(batch.part(slice(skipped, None)) if skipped else batch)
                 states = None if rest.state is None else [rest.state]
                 yield InputBatch(rest, rest.size, full, with_full(states, full))
         require_none_left(plan.skip, left)

@@ -18,13 +18,13 @@ from mirror._src.base.naming import depth_of_user
 from mirror._src.base.types import PyTree
 from mirror._src.cluster import store
 from mirror._src.data.arrays import ArrayDataset
-from mirror._src.data.batches import HostBatch
+from mirror._src.data.batches import HostBatch, shape_on_devices
 from mirror._src.data.foreign import taken
 from mirror._src.data.input import (
-    Input,
     InputBatch,
     Pass,
     Plan,
+    StartPass,
     T,
     require_none_left,
     warn_of_dropped,
@@ -32,31 +32,22 @@ from mirror._src.data.input import (
 )
 from mirror._src.data.remainder import grown, padded_size, reject_keys
 from mirror._src.data.same_batches import checksum, name_dataset
-from mirror._src.data.source import shape_on_devices
 from mirror._src.data.step_exchange import Form, Step, StepExchange, close_at_exit
 from mirror._src.devices.replicas import ReplicaDevices
 
 
-@final
-class LocalInput(Input):
-    """Each process reads and places the rows of its own replicas only."""
+def local_passes(replicas: ReplicaDevices) -> StartPass:
+    """Returns a function for passes in which each process reads the rows of its own replicas."""
+    line, key = name_dataset("local")
+    passes = itertools.count()
+    close_at_exit()
 
-    is_local = True
+    def start(batches: Iterator[PyTree], order: str) -> Pass:
+        number = next(passes)
+        exchange = StepExchange(f"{key}/{number}", f"the dataset of {line}")
+        return _LocalPass(batches, len(replicas.local_ids), exchange, order, is_first=number == 0)
 
-    def __init__(self, replicas: ReplicaDevices) -> None:
-        super().__init__(replicas, len(replicas.local_ids))
-        line, self._key = name_dataset("local")
-        self._what = f"the dataset of {line}"
-        self._passes = itertools.count()
-        close_at_exit()
-
-    def start(self, batches: Iterator[PyTree], order: str) -> Pass:
-        number = next(self._passes)
-        exchange = StepExchange(f"{self._key}/{number}", self._what)
-        return _LocalPass(batches, self.num_rows, exchange, order, is_first=number == 0)
-
-    def place(self, rows: Any) -> Any:
-        return self._replicas.stack_local(np.asarray(rows))
+    return start
 
 
 @final
@@ -209,7 +200,7 @@ class _Padding:
             form: Returns the form of the parts of the other processes.
         """
         if batch is not None:
-            self._last = batch.first(0)
+            self._last = batch.part(slice(0))
         if batch is not None and batch.size:
             start = batch.size - 1
             kept = tuple(np.array(leaf[start:]) for leaf in batch.leaves)

@@ -13,16 +13,15 @@ from mirror._src.base.errors import describe, require_int
 from mirror._src.base.types import PyTree
 from mirror._src.cluster import store
 from mirror._src.data.arrays import ArrayDataset
-from mirror._src.data.batches import HostBatch, host_batch, host_batches
-from mirror._src.data.input import Input, InputBatch, Pass, Plan
+from mirror._src.data.batches import HostBatch, host_batch, host_batches, shape_on_devices
+from mirror._src.data.input import InputBatch, Pass, Plan
 from mirror._src.data.remainder import padded_size
 from mirror._src.data.source import (
     DistributedDatasetBase,
     Source,
-    require_known_shapes,
-    shape_on_devices,
 )
 from mirror._src.data.states import StatefulPass
+from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 
 
@@ -79,13 +78,15 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
     def __init__(
         self,
         source: Source,
-        reader: Input,
+        replicas: ReplicaDevices,
         prefetch: int,
         plan: Plan,
         state: Sequence[dict[str, Any] | None] | None,
+        *,
+        is_local: bool,
     ) -> None:
-        super().__init__(source, reader, prefetch)
-        own, count = (store.process_index(), store.process_count()) if reader.is_local else (0, 1)
+        super().__init__(source, replicas, prefetch, is_local=is_local)
+        own, count = (store.process_index(), store.process_count()) if is_local else (0, 1)
         self._state = state[own] if state and len(state) == count else None
         require_int("multiple", plan.multiple)
         require_int("group", plan.group)
@@ -107,7 +108,7 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
         data = self._source.dataset
         if not isinstance(data, ArrayDataset) or data.shard is not None:
             return None
-        if self._input.is_local or self._plan.remainder != "pad":
+        if self._is_local or self._plan.remainder != "pad":
             return None
         return min(data.batch_size, data.num_examples - (len(data) - 1) * data.batch_size)
 
@@ -149,7 +150,7 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
 
     def _stacked(self, column: Any) -> PerReplica:
         """Stacks a leaf of a group to `(n, k, b, ...)`; the last batch fills a short group."""
-        n, shape = self._input.num_rows, column[0].shape
+        n, shape = self._num_rows, column[0].shape
         dtype = _on_devices(column[0]).dtype
         rows = np.empty((n, self._group, shape[0] // n, *shape[1:]), dtype)
         filled = itertools.chain(column, itertools.repeat(column[-1]))
@@ -158,9 +159,9 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
         return self._placed_rows(rows)
 
     def _shapes(self) -> PaddedBatch:
-        require_known_shapes(self._input)
+        self._require_known_size()
         batch = host_batch("batch", self._first(), self._source.advice)
-        n = self._input.num_rows
+        n = self._num_rows
         full = padded_size(batch.size, n * self._plan.multiple)
         lead = (n, full // n) if self._group == 1 else (n, self._group, full // n)
         spec = batch.map(lambda leaf: shape_on_devices((*lead, *leaf.shape[1:]), leaf.dtype))

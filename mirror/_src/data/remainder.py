@@ -58,25 +58,6 @@ def grown(size: int, needed: int, divisor: int) -> int:
     return size
 
 
-def padded(batch: HostBatch, full: int) -> HostBatch:
-    """Pads a batch to the full size; `size` remains the number of real examples.
-
-    Padding repeats the last example, so it cannot introduce NaN or Inf.
-
-    Raises:
-        TypeError: If a leaf is an array of PRNG keys.
-    """
-    reject_keys(batch)
-    if batch.size == full:
-        return batch
-    return batch._replace(leaves=tuple(_pad(leaf, full) for leaf in batch.leaves))
-
-
-def mask_of(batch: HostBatch, full: int) -> np.ndarray:
-    """Returns the mask of a padded batch: True for real examples."""
-    return np.arange(full) < batch.size
-
-
 def reject_keys(batch: HostBatch) -> None:
     """Rejects arrays of PRNG keys.
 
@@ -91,7 +72,8 @@ def reject_keys(batch: HostBatch) -> None:
             )
 
 
-def _pad(leaf: Any, full: int) -> np.ndarray:
+def padded(leaf: Any, full: int) -> np.ndarray:
+    """Repeats the last row up to the full size, which cannot introduce NaN or Inf."""
     widths = [(0, full - leaf.shape[0])] + [(0, 0)] * (leaf.ndim - 1)
     return np.pad(np.asarray(leaf), widths, mode="edge" if len(leaf) else "constant")
 

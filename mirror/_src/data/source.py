@@ -5,16 +5,17 @@ import itertools
 from collections.abc import Generator, Iterable
 from typing import Any, Generic, TypeVar, final
 
-import jax
+import numpy as np
 
-from mirror._src.base.dtypes import is_numeric
 from mirror._src.base.errors import require_int
 from mirror._src.base.types import PyTree
 from mirror._src.data.arrays import ArrayDataset
 from mirror._src.data.foreign import advice, copied
-from mirror._src.data.input import Input, Pass
+from mirror._src.data.input import Pass, global_passes
+from mirror._src.data.local_input import local_passes
 from mirror._src.data.prefetch import PrefetchIterator
 from mirror._src.data.states import StatefulPass
+from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.per_replica import PerReplica, per_replica
 
 
@@ -102,24 +103,29 @@ B = TypeVar("B")
 class DistributedDatasetBase(abc.ABC, Generic[B]):
     """Base class for datasets that load their batches onto the replicas ahead of the loop."""
 
-    def __init__(self, source: Source, reader: Input, prefetch: int) -> None:
+    def __init__(
+        self, source: Source, replicas: ReplicaDevices, prefetch: int, *, is_local: bool
+    ) -> None:
         require_int("prefetch", prefetch, 0)
-        self._source = source
-        self._input = reader
-        self._prefetch = prefetch
+        self._source, self._replicas, self._prefetch = source, replicas, prefetch
+        self._is_local = is_local
+        self._num_rows = len(replicas.local_ids if is_local else replicas)
+        self._start = (local_passes if is_local else global_passes)(replicas)
         self._spec: Any = None
         self._state: dict[str, Any] | None = None
 
     @final
     def _on_replicas(self, leaf: Any) -> PerReplica:
         """Splits the batch axis across the replicas, in order."""
-        n = self._input.num_rows
+        n = self._num_rows
         return self._placed_rows(leaf.reshape(n, leaf.shape[0] // n, *leaf.shape[1:]))
 
     @final
     def _placed_rows(self, rows: Any) -> PerReplica:
         """Puts each row of a `(num_rows, *shape)` array on the device of its replica."""
-        return per_replica(self._input.place(rows))
+        if self._is_local:
+            return per_replica(self._replicas.stack_local(np.asarray(rows)))
+        return per_replica(self._replicas.stack(rows))
 
     @abc.abstractmethod
     def _distributed(self, reading: Pass, source: StatefulPass) -> Generator[B, None, None]:
@@ -133,8 +139,8 @@ class DistributedDatasetBase(abc.ABC, Generic[B]):
     def __iter__(self) -> PrefetchIterator[B] | Generator[B, None, None]:
         order = self._source.order
         state, self._state = self._state, None  # of the first pass
-        source = self._source.start(state, is_local=self._input.is_local)
-        reading = self._input.start(source.batches, order)
+        source = self._source.start(state, is_local=self._is_local)
+        reading = self._start(source.batches, order)
         items = self._distributed(reading, source)
         if not self._prefetch:
             return items
@@ -156,6 +162,19 @@ class DistributedDatasetBase(abc.ABC, Generic[B]):
         return self._spec
 
     @final
+    def _require_known_size(self) -> None:
+        """Checks that this process knows the padded size of the batches.
+
+        Raises:
+            NotImplementedError: If it depends on the other processes.
+        """
+        if self._is_local:
+            raise NotImplementedError(
+                "element_spec is unknown with input='local' and padding in several processes: the "
+                "padded size depends on the parts of all of them. Look at the shapes of a batch."
+            )
+
+    @final
     def _first(self) -> PyTree:
         """Returns the first batch of the source, for `_shapes`."""
         batches = self._source.peek()
@@ -174,22 +193,3 @@ class DistributedDatasetBase(abc.ABC, Generic[B]):
         `mirror.data.from_arrays` does, or if its sampler has one.
         """
         self._source.set_epoch(epoch)
-
-
-def require_known_shapes(reader: Input) -> None:
-    """Checks that a process knows the padded size of the batches.
-
-    Raises:
-        NotImplementedError: If it depends on the other processes.
-    """
-    if reader.is_local:
-        raise NotImplementedError(
-            "element_spec is unknown with input='local' and padding in several processes: the "
-            "padded size depends on the parts of all of them. Look at the shapes of a batch."
-        )
-
-
-def shape_on_devices(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Returns the spec of a host array once on the devices: 64 bits need `jax_enable_x64`."""
-    on_devices = jax.dtypes.canonicalize_dtype(dtype) if is_numeric(dtype) else dtype
-    return jax.ShapeDtypeStruct(shape, on_devices)

@@ -83,7 +83,7 @@ class StatefulPass:
             return
         self._get = lambda: state
         for batch in itertools.islice(iter(dataset), 1):
-            yield host_batch("batch", batch).first(0).map(lambda leaf: leaf)
+            yield host_batch("batch", batch).part(slice(0)).map(lambda leaf: leaf)
 
 
 def _started(dataset: Any, loader: Any, state: Any) -> Iterator[Any]:

@@ -67,8 +67,8 @@ def fit_data(
         )
     if held_out:
         end = rows.size - held_out
-        validation_data = ArrayDataset(rows.without(end), batch_size)
-        rows = rows.first(end)
+        validation_data = ArrayDataset(rows.part(slice(end, None)), batch_size)
+        rows = rows.part(slice(end))
     elif validation_data is not None and has_arrays(validation_data):
         validation_data = ArrayDataset(in_memory("validation_data", validation_data), batch_size)
     seed = 0 if seed is None else seed

@@ -12,8 +12,7 @@ from mirror._src.base.errors import bytes_in_words, counted, describe
 from mirror._src.base.naming import keys
 from mirror._src.base.tables import Table
 from mirror._src.base.types import PyTree
-from mirror._src.data.batches import array_of
-from mirror._src.data.source import shape_on_devices
+from mirror._src.data.batches import array_of, shape_on_devices
 from mirror._src.inspection.placement_table import bytes_by_device
 from mirror._src.strategy.strategy import Strategy
 

@@ -14,7 +14,8 @@ from flax import nnx
 from mirror._src.base.errors import describe
 from mirror._src.base.source_lines import is_users, place
 from mirror._src.base.types import StepFunction
-from mirror._src.data.source import DistributedDatasetBase, shape_on_devices
+from mirror._src.data.batches import shape_on_devices
+from mirror._src.data.source import DistributedDatasetBase
 from mirror._src.devices.unstacked import UnstackedArrays
 from mirror._src.engine.arguments import hoist_nested
 from mirror._src.engine.closures import STORED, referenced_variables
