@@ -1450,7 +1450,7 @@ _OF_TRAINING = (
     Fault(
         "a penalty that is divided by the weights",
         f"{_TRAINING}/objective.py",
-        "penalty = penalty * _as_floats(weights[LOSS])",
+        "penalty = penalty * widened(weights[LOSS])",
         "penalty = penalty * 1",
         ("tests/training/test_weighted.py",),
     ),
