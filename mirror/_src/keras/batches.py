@@ -3,7 +3,7 @@
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -35,9 +35,9 @@ class BatchPlacer:
     def __init__(self, replicas: ReplicaDevices, kind: str) -> None:
         self._replicas = replicas
         self._kind = kind
-        self._has_split = self._has_warned = False
+        self._may_warn = True
         self._num_whole = 0
-        self._last: weakref.ref[Any] | None = None
+        self._last: Callable[[], Any] = lambda: None
         self._is_ahead = type_of(replicas.distinct[0]) != "CPU"
         # Batches on the devices, each with the error in its place.
         self._next: weakref.WeakKeyDictionary[Any, tuple[PyTree, BaseException | None]]
@@ -104,16 +104,15 @@ class BatchPlacer:
         """
         n = len(self._replicas.on_mesh)
         size = next((leaf.shape[0] for leaf in leaves if leaf.ndim), 0)
-        self._has_split |= size % n == 0
-        if self._has_split or self._has_warned:
+        self._may_warn &= size % n > 0
+        if not self._may_warn:
             return
-        last = self._last() if self._last is not None else None
-        is_same = last is iterator or self._kind == "train"
+        is_same = self._last() is iterator or self._kind == "train"
         self._num_whole = self._num_whole + 1 if is_same else 1
         with contextlib.suppress(TypeError):  # some iterators cannot be referenced weakly
             self._last = weakref.ref(iterator)
         if self._num_whole > 1:
-            self._has_warned = True
+            self._may_warn = False
             warnings.warn(
                 f"{size} examples cannot be split evenly across {n} devices, so each device "
                 "computes whole batches. The results are the same, but more devices do not make "

@@ -37,7 +37,7 @@ _created_in: "weakref.WeakKeyDictionary[Any, Owner]" = weakref.WeakKeyDictionary
 _found: "weakref.WeakKeyDictionary[Any, Owner]" = weakref.WeakKeyDictionary()
 """The strategies of parts of models: new values of the variables need not lie on its devices."""
 
-_compiled_in: "weakref.WeakKeyDictionary[Any, Owner]" = weakref.WeakKeyDictionary()
+_compiled_in: "weakref.WeakKeyDictionary[Any, Owner | None]" = weakref.WeakKeyDictionary()
 
 
 def add_scope(strategy: object, replicas: ReplicaDevices) -> None:
@@ -75,11 +75,7 @@ def claim_compiled(model: Any) -> None:
         RuntimeError: If Keras does not use JAX.
         NotImplementedError: If a model cannot train on the devices of the scope.
     """
-    owner = _of_scope("compiled")
-    if owner is not None:
-        _compiled_in[model] = owner
-    else:
-        _compiled_in.pop(model, None)
+    _compiled_in[model] = _of_scope("compiled")
 
 
 def owner_of(model: Any) -> Owner | None:

@@ -96,7 +96,6 @@ class StepFunction:
         self._model = model
         self._kind = kind
         self._steps = int(model.steps_per_execution)
-        self._joins_outputs = kind == "predict"
         self._is_compiled = bool(model.jit_compile) and not model.run_eagerly
         rules = rules_for(replicas) if self._is_compiled else {}
         # What Keras has compiled becomes a part of the program that the pass `lower` rewrites.
@@ -122,7 +121,7 @@ class StepFunction:
             results, state = self._step(state, batch)
             all_results.append(results)
         self._batches.take_ahead(iterator)
-        if self._joins_outputs and len(all_results) > 1:
+        if self._kind == "predict" and len(all_results) > 1:
             results = jax.tree.map(lambda *parts: jnp.concatenate(parts), *all_results)
         return results, state
 
@@ -133,10 +132,9 @@ class StepFunction:
         """
         sync_state(self._model)
         groups = state_variables(self._model, self._kind)
-        if all(map(has_array, itertools.chain.from_iterable(groups))):
+        is_compiled_again = [*map(len, groups)] != [*map(len, state)]  # by a callback
+        if is_compiled_again or all(map(has_array, itertools.chain.from_iterable(groups))):
             return
-        if [*map(len, groups)] != [*map(len, state)]:
-            return  # a callback has compiled the model again
         for variables, values in zip(groups, state, strict=True):
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
