@@ -77,8 +77,8 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(1035, 24, 14),
-    "devices": Size(2119, 25, 26),
+    "base": Size(1041, 24, 14),
+    "devices": Size(2117, 25, 26),
     "cluster": Size(1112, 9, 20),
     "jaxprs": Size(3189, 25, 30),
     "passes": Size(2647, 21, 34),

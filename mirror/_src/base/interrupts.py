@@ -295,8 +295,13 @@ def _say_that_it_waits(context: "weakref.ref[DeferredInterrupts]") -> None:
         if active.pending is not None or _has_not_run(active):
             active.has_said = True
             text = _NATIVE if active.pending is None else _STEP_ENDS
-            with contextlib.suppress(OSError, ValueError):  # closed, or a broken pipe
-                print(f"\nInterrupted: {text}", file=sys.stderr, flush=True)
+            say(f"\nInterrupted: {text}")
+
+
+def say(text: str) -> None:
+    """Prints a line on standard error, unless it is closed or a broken pipe."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _has_not_run(context: DeferredInterrupts) -> bool:

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
@@ -121,6 +122,11 @@ def depth_of_user(caller: str = "mirror") -> int:
             break
         frame, depth = frame.f_back, depth + 1
     return depth
+
+
+def warn_user(message: str, caller: str = "mirror") -> None:
+    """Issues a warning at the user's line; `caller` as for `depth_of_user`."""
+    warnings.warn(message, stacklevel=depth_of_user(caller))
 
 
 def is_our_module(name: str | None) -> bool:

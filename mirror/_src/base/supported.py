@@ -1,13 +1,12 @@
 """The versions of JAX that mirror has been tried with."""
 
 import functools
-import warnings
 from typing import NamedTuple
 
 import jax
 from packaging.version import Version
 
-from mirror._src.base.naming import depth_of_user
+from mirror._src.base.naming import warn_user
 
 
 class Range(NamedTuple):
@@ -39,7 +38,7 @@ def warn_about_jax() -> None:
     """Warns once per process if JAX is older or newer than the versions that have been tried."""
     message = untried(jax.__version__)
     if message:
-        warnings.warn(message, stacklevel=depth_of_user())
+        warn_user(message)
 
 
 def untried(version: str) -> str:

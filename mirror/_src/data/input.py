@@ -1,14 +1,13 @@
 """The rows of the global batches that a process reads: by default, all of them."""
 
 import abc
-import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, final
 
 import numpy as np
 
-from mirror._src.base.naming import depth_of_user
+from mirror._src.base.naming import warn_user
 from mirror._src.base.types import PyTree
 from mirror._src.data.batches import HostBatch
 from mirror._src.data.foreign import taken
@@ -196,8 +195,7 @@ def require_none_left(skip: int, left: int) -> None:
 
 def warn_of_dropped(count: int, num: int, why: str = "") -> None:
     """Warns that the last batches of a pass were too few for a step of `num` batches."""
-    warnings.warn(
+    warn_user(
         f"Dropped the last {count} batches: each step consumes {num}, one per replica{why}. Yield "
-        f"a multiple of {num} batches to use them all.",
-        stacklevel=depth_of_user(),
+        f"a multiple of {num} batches to use them all."
     )

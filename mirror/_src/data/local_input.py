@@ -7,14 +7,13 @@ of them are padded to the same number of rows, which the processes agree on befo
 import contextlib
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 
-from mirror._src.base.naming import depth_of_user
+from mirror._src.base.naming import warn_user
 from mirror._src.base.types import PyTree
 from mirror._src.cluster import store
 from mirror._src.data.arrays import ArrayDataset
@@ -103,12 +102,11 @@ class _LocalPass(Pass):
         check = _checksum(batch) if is_first else 0
         step = self.exchange.agree(batch.size, self._form(batch, plan), check, state)
         if is_first and step.is_same:
-            warnings.warn(
+            warn_user(
                 f"All processes have read the same first batch of {self.exchange.what}, so each "
                 "example counts once per process. With input='local', every process must read its "
                 "own part, for example mirror.data.from_arrays(..., shard=(process_index, "
-                "process_count)). If all of them read the same batches, use input='global'.",
-                stacklevel=depth_of_user(),
+                "process_count)). If all of them read the same batches, use input='global'."
             )
         return step
 

@@ -3,13 +3,12 @@
 import base64
 import itertools
 import json
-import warnings
 from collections.abc import Iterator
 from typing import Any, final
 
 import numpy as np
 
-from mirror._src.base.naming import depth_of_user
+from mirror._src.base.naming import warn_user
 from mirror._src.base.optional import require
 from mirror._src.data.batches import host_batch
 
@@ -102,10 +101,9 @@ def _started(dataset: Any, loader: Any, state: Any) -> Iterator[Any]:
 
 
 def _warn(what: str) -> None:
-    warnings.warn(
+    warn_user(
         f"{what.rstrip('.')}. Training that resumes within an epoch reads and drops the batches "
-        "that were used.",
-        stacklevel=depth_of_user(),
+        "that were used."
     )
 
 

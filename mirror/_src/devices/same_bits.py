@@ -6,14 +6,13 @@ models consist. The digest of the results is also compared between processes.
 
 import functools
 import hashlib
-import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mirror._src.base.naming import depth_of_user
+from mirror._src.base.naming import warn_user
 from mirror._src.base.types import Array
 from mirror._src.devices.backend import names, type_of
 
@@ -46,10 +45,9 @@ def digest_of(devices: tuple[jax.Device, ...]) -> str:
         d for d, row in zip(devices[1:], others, strict=True) if row.tobytes() != first.tobytes()
     ]
     if wrong:
-        warnings.warn(
+        warn_user(
             f"{names(wrong)} computes other bits than {names(devices[:1])}, so that replicas= does "
             "not give the same bits on any number of devices. Use devices of one model; if they "
-            "are, test their memory.",
-            stacklevel=depth_of_user(),
+            "are, test their memory."
         )
     return hashlib.sha256(first.tobytes()).hexdigest()[:8]

@@ -8,7 +8,6 @@ devices can be chosen among those that the user's settings select (`user_setting
 
 import logging
 import os
-import warnings
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -16,7 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from mirror._src.base.compile_cache import DIRECTORY, LEAST_SECS, cache_options
 from mirror._src.base.errors import InvalidDeviceError, counted, expected, require_int
-from mirror._src.base.naming import depth_of_user
+from mirror._src.base.naming import warn_user
 from mirror._src.devices import state
 from mirror._src.devices.backend import default_devices, devices_of_type, names, type_of
 from mirror._src.devices.jax_options import (
@@ -274,11 +273,10 @@ def warn_about_threads(replicas: int) -> None:
     if threads >= replicas:
         return
     cause = f"{HOST_THREADS} is too small." if HOST_THREADS.of_user else startup_cause()
-    warnings.warn(
+    warn_user(
         f"Host devices compute with {counted(threads, 'thread')}. {replicas} devices would have "
         f"{replicas}, with other bits than these. {cause} Call "
-        f"mirror.config.set_num_cpu_threads({replicas}) before that, right after the imports.",
-        stacklevel=depth_of_user(),
+        f"mirror.config.set_num_cpu_threads({replicas}) before that, right after the imports."
     )
 
 

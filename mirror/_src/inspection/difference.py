@@ -2,14 +2,13 @@
 
 import functools
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from flax import nnx
 
 from mirror._src.base.errors import expected
-from mirror._src.base.naming import depth_of_user, is_our_module
+from mirror._src.base.naming import is_our_module, warn_user
 from mirror._src.engine.analysis import Analysis
 from mirror._src.engine.call import Call
 from mirror._src.engine.runner import Runner
@@ -90,11 +89,10 @@ def warn_if_different(
     is_ours = is_our_module(getattr(call.fn, "__module__", None))
     fix = "pass mirror.Trainer(..., require_equal=False)" if is_ours else _DECORATE
     first, more = outputs[wrong[0]], f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    warnings.warn(
+    warn_user(
         f"{step.name} differs from one device with the whole batch, in {first.name}{more}. "
         f"{explained(first.relation, n)}{_hint(call, analysis, wrong)} If it is meant to differ, "
-        f"{fix}.",
-        stacklevel=depth_of_user(),
+        f"{fix}."
     )
 
 

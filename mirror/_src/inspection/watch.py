@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, final, get_args
 
 from mirror._src.base import clock
 from mirror._src.base.errors import require_secs
+from mirror._src.base.interrupts import say
 from mirror._src.base.modules import set_module
 from mirror._src.cluster.start import has_joined_others
 from mirror._src.devices import launches
@@ -170,12 +171,7 @@ class Watch:
 
     def _say(self, text: str) -> None:
         self.reports.append(text)
-        _print(text)
-
-
-def _print(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # closed, or a broken pipe
-        print(text, file=sys.stderr, flush=True)
+        say(text)
 
 
 _raised: list[tuple[Launch, list[Any]]] = []  # the last launch that raised an error, and its arrays
@@ -210,7 +206,7 @@ def _end_if_stalled() -> None:
     _is_exiting.set()
     for stalled, arrays in _raised:
         if not all(map(launches.has_finished, arrays)):
-            _print(
+            say(
                 f"mirror: {stalled.described} still has not ended. The process ends without it, "
                 f"with status {EXIT_STATUS}."
             )

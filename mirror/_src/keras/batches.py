@@ -1,7 +1,6 @@
 """The batches of `fit`, `evaluate` and `predict`, split over the devices of a strategy."""
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +9,7 @@ import jax
 import numpy as np
 
 from mirror._src.base.keras_library import GLOBAL_BATCHES
-from mirror._src.base.naming import depth_of_user, keys
+from mirror._src.base.naming import keys, warn_user
 from mirror._src.base.types import PyTree
 from mirror._src.data.batches import array_of
 from mirror._src.data.remainder import nearest_multiples
@@ -113,11 +112,11 @@ class BatchPlacer:
             self._last = weakref.ref(iterator)
         if self._num_whole > 1:
             self._may_warn = False
-            warnings.warn(
+            warn_user(
                 f"{size} examples cannot be split evenly across {n} devices, so each device "
                 "computes whole batches. The results are the same, but more devices do not make "
                 f"it faster. Use a batch size of {nearest_multiples(size, n)}.",
-                stacklevel=depth_of_user("keras"),
+                "keras",
             )
 
 

@@ -9,12 +9,11 @@ scope keep what Keras made.
 
 import functools
 import gc
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 from mirror._src.base.keras_library import library
-from mirror._src.base.naming import depth_of_user
+from mirror._src.base.naming import warn_user
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.keras.inputs import METHODS, checking
 from mirror._src.keras.owners import add_scope, claim, claim_compiled, owner_of
@@ -55,11 +54,10 @@ def exit_scope(strategy: object, replicas: ReplicaDevices) -> None:
     for model in models:
         claim(model)
     if any(getattr(model, f"{kind}_function", None) for model in models for kind in KINDS):
-        warnings.warn(
+        warn_user(
             "Keras was first imported inside strategy.scope(), and a model already ran there: each "
             "device computed whole batches. The results are the same. To use all devices from the "
-            "start, import keras before the scope.",
-            stacklevel=depth_of_user(),
+            "start, import keras before the scope."
         )
 
 

@@ -1,6 +1,5 @@
 """Which strategy a Keras model trains on."""
 
-import warnings
 import weakref
 from typing import Any, NamedTuple
 
@@ -8,7 +7,7 @@ from jax.sharding import Mesh
 
 from mirror._src.base.errors import listing
 from mirror._src.base.keras_library import BACKEND, backend, variables_of
-from mirror._src.base.naming import depth_of_user
+from mirror._src.base.naming import warn_user
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.scopes import current_frame
 from mirror._src.keras.precision import require_float_policy
@@ -163,10 +162,10 @@ def _warn_of_sharding(strategy: Any) -> None:
     shard = getattr(strategy, "shard", "none")
     if shard != "none" and strategy not in _warned:
         _warned.add(strategy)
-        warnings.warn(
+        warn_user(
             f"shard={shard!r} has no effect on a Keras model: each device stores the "
             "whole state. It applies to mirror.Trainer and strategy.run.",
-            stacklevel=depth_of_user("keras"),
+            "keras",
         )
 
 

@@ -1,13 +1,12 @@
 """Dtype policies with which a Keras model cannot learn, or hardly."""
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 
 from mirror._src.base.keras_library import has_loss_scale, layers_of, library
-from mirror._src.base.naming import depth_of_user
+from mirror._src.base.naming import warn_user
 
 _HALF = ("float16", "bfloat16")
 
@@ -67,4 +66,4 @@ def _layers(model: Any) -> Iterator[Any]:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=depth_of_user("keras"))
+    warn_user(message, "keras")

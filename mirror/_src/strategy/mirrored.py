@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import warnings
 from collections.abc import Sequence
 from typing import final, get_args
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from mirror._src.base.errors import counted, expected, require_int
 from mirror._src.base.modules import set_module
-from mirror._src.base.naming import depth_of_user
+from mirror._src.base.naming import warn_user
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.types import REPLICA_AXIS, Shard
 from mirror._src.devices import backend
@@ -269,7 +268,7 @@ def _spread(replicas: int, devices: tuple[jax.Device, ...]) -> tuple[tuple[jax.D
         turns = -(-replicas // len(devices))
         if turns < replicas // count or replicas < len(devices):
             fix = f"Pass replicas={len(devices) * turns} to use all."
-            warnings.warn(f"{text} {fix}", stacklevel=depth_of_user())
+            warn_user(f"{text} {fix}")
         else:  # which takes no longer
             _logger.info("%s", text)
     return devices[:count], replicas // count
@@ -320,11 +319,10 @@ def strategy_of_trainer(given: Strategy | None) -> Strategy:
         count = counted(len(set(others[-1].devices)), "device")
         idle = f"this program has created a {type(others[-1]).__name__} with {count}"
         fix = "strategy=strategy"
-    warnings.warn(
+    warn_user(
         f"mirror.Trainer was created outside strategy.scope(), and trains on 1 device, {device}, "
         f"while {idle}. Create it inside the scope, or pass mirror.Trainer(..., {fix}). For one "
-        "device, pass strategy=mirror.get_strategy().",
-        stacklevel=depth_of_user(),
+        "device, pass strategy=mirror.get_strategy()."
     )
     return default
 

@@ -4,7 +4,6 @@ import itertools
 import math
 import operator
 import sys
-import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, final
 
@@ -14,7 +13,7 @@ import numpy as np
 from mirror._src.base import interrupts
 from mirror._src.base.closing import closing
 from mirror._src.base.errors import describe, expected, require_int
-from mirror._src.base.naming import depth_of_user
+from mirror._src.base.naming import warn_user
 from mirror._src.base.types import PyTree
 from mirror._src.data.arrays import ArrayDataset, in_memory
 from mirror._src.data.distribute import DistributedDataset
@@ -327,11 +326,10 @@ class Validation:
         for count, batch in enumerate(batches, 1):
             yield batch
             if count == most and not is_known:
-                warnings.warn(
+                warn_user(
                     f"Validation has read {count} batches of `validation_data`, which has no "
                     f"len(); the epoch trained on {num_trained}. If the data has no end, `fit` "
-                    "waits forever. Limit it: trainer.fit(..., validation_steps=100).",
-                    stacklevel=depth_of_user(),
+                    "waits forever. Limit it: trainer.fit(..., validation_steps=100)."
                 )
         self._has_ended = True
 

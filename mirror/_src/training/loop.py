@@ -6,7 +6,6 @@ import math
 import signal
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any, final
@@ -15,7 +14,7 @@ from mirror._src.base import clock, interrupts
 from mirror._src.base.closing import Closing, closing
 from mirror._src.base.errors import require_int
 from mirror._src.base.modules import set_module
-from mirror._src.base.naming import depth_of_user, is_our_module
+from mirror._src.base.naming import is_our_module, warn_user
 from mirror._src.cluster.store import process_index
 from mirror._src.data.padded import PaddedBatch, PaddedDataset
 from mirror._src.training.agreed_stop import AgreedStop, Cause, Request
@@ -387,7 +386,7 @@ class FitLoop:
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(message, stacklevel=depth_of_user())
+            warn_user(message)
 
     def _end_epoch(self, validation: dict[str, float]) -> None:
         """Adds the epoch to the history, and calls `on_epoch_end` of the callbacks.

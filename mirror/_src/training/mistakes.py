@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
@@ -14,7 +13,7 @@ import optax
 from flax import linen, nnx
 
 from mirror._src.base.errors import counted, describe, expected, nearest
-from mirror._src.base.naming import depth_of_user, is_our_module, keys, name_of, signature_of
+from mirror._src.base.naming import is_our_module, keys, name_of, signature_of, warn_user
 from mirror._src.base.other_names import advice
 from mirror._src.base.source_lines import is_own
 from mirror._src.base.types import PyTree
@@ -160,12 +159,11 @@ def warn_of_random_order(data: Any) -> None:
     """Warns that a loader of PyTorch which shuffles cannot resume within an epoch."""
     if type(getattr(data, "sampler", None)).__name__ != "RandomSampler":
         return
-    warnings.warn(
+    warn_user(
         "Training resumes within an epoch, but the data loader shuffles in another order than "
         "before: some examples are used twice, and others not at all. Shuffle by epoch: "
         "DataLoader(dataset, batch_size=32, sampler=DistributedSampler(dataset, num_replicas=1, "
-        "rank=0)).",
-        stacklevel=depth_of_user(),
+        "rank=0))."
     )
 
 

@@ -1,6 +1,5 @@
 """The objective of a `Trainer`: per-example losses and metrics, and their sums."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, final
 
@@ -10,7 +9,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from mirror._src.base.errors import describe, expected, require_int
-from mirror._src.base.naming import depth_of_user, name_of
+from mirror._src.base.naming import name_of, warn_user
 from mirror._src.base.types import Array, PyTree
 from mirror._src.engine.example_mask import masking
 from mirror._src.training.losses import Metrics, name_in_table
@@ -223,17 +222,16 @@ class Objective:
         dtype = self._half_precision
         if dtype is not None and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn_user(
                 f"The per-example losses of {name_of(self.loss_fn)} are {dtype}, with only "
                 f"{_DIGITS.get(dtype, 'few')} significant digits. Compute the loss in float32: "
-                "logits = logits.astype(jnp.float32).",
-                stacklevel=depth_of_user(),
+                "logits = logits.astype(jnp.float32)."
             )
         is_examined, self._is_examined = self._is_examined, True
         if not is_examined and isinstance(self.loss_fn, NamedLoss) and self.loss_fn.takes_logits:
             message = self.loss_fn.warning_about(traced())
             if message is not None:
-                warnings.warn(message, stacklevel=depth_of_user())
+                warn_user(message)
 
     def outputs(self, model: Any, batch: PyTree) -> Any:
         """Returns what the loss function returns."""

@@ -5,13 +5,12 @@ import os
 import re
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
 
 from mirror._src.base.errors import expected
-from mirror._src.base.naming import depth_of_user
+from mirror._src.base.naming import warn_user
 from mirror._src.base.optional import require
 
 _PACKAGES = {"gs": "gcsfs", "s3": "s3fs", "memory": "fsspec"}
@@ -117,10 +116,7 @@ class LocalCopy:
                 target = self.target / file.relative_to(self.path).as_posix()
                 put(self.target if file == self.path else target, file.read_bytes())
         except Exception as error:
-            warnings.warn(
-                f"Could not write {self.target}: {shorten(error)}. Training continues.",
-                stacklevel=depth_of_user(),
-            )
+            warn_user(f"Could not write {self.target}: {shorten(error)}. Training continues.")
 
     def close(self) -> None:
         """Uploads for the last time, and deletes the temporary files."""

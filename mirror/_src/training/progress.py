@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ import jax
 
 from mirror._src.base import interrupts
 from mirror._src.base.errors import counted, require_int
-from mirror._src.base.naming import depth_of_user
+from mirror._src.base.naming import warn_user
 from mirror._src.devices.launch import wait_for
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.settings import get_num_cpu_threads
@@ -257,11 +256,10 @@ class Position:
             self.iterator = lambda: iterator
         if iterator is None or before is not iterator or not self.samples or self.loader:
             return self.samples
-        warnings.warn(
+        warn_user(
             f"Training resumes after {counted(self.samples, 'example')} of this epoch, with the "
             "iterator that has yielded them. It continues with its next batch; batches that were "
-            "loaded ahead are lost. Pass an object that can be iterated repeatedly to use all.",
-            stacklevel=depth_of_user(),
+            "loaded ahead are lost. Pass an object that can be iterated repeatedly to use all."
         )
         return 0
 
@@ -332,10 +330,9 @@ def warn_of_other_bits(saved: Mapping[str, str], now: Mapping[str, str]) -> None
         if now.get(name) != value
     ]
     if changed:
-        warnings.warn(
+        warn_user(
             "Training continues with other bits than before the checkpoint, because these have "
-            f"changed: {'; '.join(changed)}.",
-            stacklevel=depth_of_user(),
+            f"changed: {'; '.join(changed)}."
         )
 
 

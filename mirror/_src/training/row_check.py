@@ -1,7 +1,6 @@
 """Checks that padding and pieces of a batch do not change what a step computes."""
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
@@ -12,7 +11,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
 from mirror._src.base.errors import counted
-from mirror._src.base.naming import depth_of_user, name_of
+from mirror._src.base.naming import name_of, warn_user
 from mirror._src.base.source_lines import on_behalf_of, users_function
 from mirror._src.base.types import PyTree
 from mirror._src.data.padded import PaddedBatch
@@ -195,7 +194,7 @@ class RowCheck:
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(message, stacklevel=depth_of_user())
+            warn_user(message)
 
     def _message(
         self, step: Step, mixing: Mixing, undefined: Sequence[Place], size: int, multiple: int

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
@@ -14,7 +13,7 @@ from flax import nnx
 from mirror._src.base import interrupts
 from mirror._src.base.errors import counted, describe, expected, require_int, require_secs
 from mirror._src.base.modules import set_module
-from mirror._src.base.naming import depth_of_user
+from mirror._src.base.naming import warn_user
 from mirror._src.base.tables import Table
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.types import PyTree
@@ -243,10 +242,9 @@ class Trainer(Generic[M]):
             self._micro_batch = MicroBatch(micro_batch, memory_limit, local._replicas)
         self.steps_per_execution = int(steps_per_execution)
         if steps_per_execution > 1 and local.shard == "model" and not local._runner.chooses:
-            warnings.warn(
+            warn_user(
                 f"A launch of steps_per_execution={steps_per_execution} batches stores the whole "
-                "model on each device, so that shard='model' saves no memory. Omit it.",
-                stacklevel=depth_of_user(),
+                "model on each device, so that shard='model' saves no memory. Omit it."
             )
         if not isinstance(require_equal, bool | None):
             fix = "Pass require_equal=True or False, or omit it."

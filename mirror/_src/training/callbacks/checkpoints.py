@@ -1,16 +1,13 @@
 """`Checkpoint`: saves the last checkpoints, the best one, and one when the process ends."""
 
-import contextlib
-import sys
-import warnings
 from pathlib import Path
 from typing import ClassVar, final
 
 from mirror._src.base.closing import closing
 from mirror._src.base.errors import require_int, require_secs
-from mirror._src.base.interrupts import TERMINATED, Termination
+from mirror._src.base.interrupts import TERMINATED, Termination, say
 from mirror._src.base.modules import set_module
-from mirror._src.base.naming import depth_of_user
+from mirror._src.base.naming import warn_user
 from mirror._src.training.callbacks.callback import Callback, Monitor
 from mirror._src.training.callbacks.stopping import Mode, require_mode
 from mirror._src.training.checkpoints.directory import format_list
@@ -154,7 +151,7 @@ class Checkpoint(Callback):
                 is_last = fit.is_complete and not self._asynchronous
                 if is_last or not is_remote(self._store.directory):
                     raise
-                warnings.warn(f"{error} Training continues.", stacklevel=depth_of_user())
+                warn_user(f"{error} Training continues.")
                 if self._asynchronous:  # the error was about an earlier one
                     self._store.save(fit.position.step, arrays, position, metrics)
         self._saved = fit.position.step
@@ -187,5 +184,4 @@ class Checkpoint(Callback):
         )
 
     def _say(self, what: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # closed, or a broken pipe
-            print(f"SIGTERM: {what}.", file=sys.stderr, flush=True)
+        say(f"SIGTERM: {what}.")

@@ -4,14 +4,13 @@ import contextlib
 import inspect
 import operator
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, final
 
 from mirror._src.base.errors import expected, nearest
 from mirror._src.base.modules import set_module
-from mirror._src.base.naming import depth_of_user
+from mirror._src.base.naming import warn_user
 from mirror._src.base.optional import require
 from mirror._src.cluster.store import is_chief
 from mirror._src.training.callbacks.callback import Callback
@@ -263,10 +262,7 @@ class Tracker(Callback):
             if run is not None:
                 with contextlib.suppress(Exception):
                     self._library.close(self._module, run, "FAILED")
-            warnings.warn(
-                f"{self._name} failed: {shorten(error)}. Training continues without it.",
-                stacklevel=depth_of_user(),
-            )
+            warn_user(f"{self._name} failed: {shorten(error)}. Training continues without it.")
 
     def _close(self, status: str) -> None:
         self._call(self._library.close, status)

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import sys
 import tempfile
 import threading
 import weakref
@@ -13,6 +12,7 @@ from typing import Any, Self, final
 
 from mirror._src.base.closing import closing
 from mirror._src.base.host_memory import host_memory
+from mirror._src.base.interrupts import say
 from mirror._src.training.checkpoints import files
 from mirror._src.training.checkpoints.directory import (
     LOCK,
@@ -229,19 +229,13 @@ class _Write(threading.Thread):
                     self.join()
                 elif not has_said:
                     has_said = True
-                    self._say()
+                    say(
+                        f"\nInterrupted: completing the checkpoint for step {self.step}. Press "
+                        "Ctrl-\\ to end the process without it."
+                    )
             except BaseException as error:
                 interrupt = interrupt or error
         return interrupt
-
-    def _say(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # closed, or a broken pipe
-            print(
-                f"\nInterrupted: completing the checkpoint for step {self.step}. Press Ctrl-\\ to "
-                "end the process without it.",
-                file=sys.stderr,
-                flush=True,
-            )
 
 
 def _make_ready(directory: Path) -> WriterLock:
