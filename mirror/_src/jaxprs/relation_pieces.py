@@ -9,9 +9,9 @@ for all pieces: values that differ between the rounds of the loop may only be ad
 from collections.abc import Callable
 from fractions import Fraction
 
+from mirror._src.jaxprs.axis_moves import MOVES, axis_after
 from mirror._src.jaxprs.collective_eqns import is_collective
 from mirror._src.jaxprs.primitives import ADDITION, ELEMENTWISE
-from mirror._src.jaxprs.relation_shapes import MOVES, axis_after
 from mirror._src.jaxprs.relations import (
     UNIFORM,
     Kind,
@@ -56,7 +56,7 @@ def of_pieces(pair: Pair, operands: list[Relation], rules: _Rules) -> list[Relat
         return [_reshaped(pair, in_pieces[0]) or unknown[0]]
     axis: int | None = pieces
     if pieces >= 0 and pair.name not in ELEMENTWISE:
-        axis = axis_after(pair, pieces) if pair.name in (*MOVES, "reduce_sum") else None
+        axis = axis_after(pair.eqn, pieces) if pair.name in (*MOVES, "reduce_sum") else None
     found = rules(pair, alone)
     if axis is None:  # all pieces are added up
         is_sum = pair.name == "reduce_sum" and found[0].kind is Kind.PART

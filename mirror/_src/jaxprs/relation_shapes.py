@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
 from typing import Any
 
+from mirror._src.jaxprs.axis_moves import MOVES, axis_after
 from mirror._src.jaxprs.equations import jaxpr_of
 from mirror._src.jaxprs.primitives import SCATTER
 from mirror._src.jaxprs.relations import (
@@ -175,23 +176,8 @@ def _in_pieces(pair: Pair, x: Relation) -> Relation | None:
     return x._replace(axis=axis, pieces=axis - 1) if is_split and is_whole else None
 
 
-def axis_after(pair: Pair, axis: int) -> int | None:
-    """Returns where an axis is after an operation of `MOVES`; `None` if it is mixed or removed."""
-    params = pair.eqn.params
-    if pair.name == "transpose":
-        return list(params["permutation"]).index(axis)
-    if pair.name == "tile":
-        return axis if params["reps"][axis] == 1 else None
-    axes = next(params[each] for each in ("axes", "dimensions", "axis") if each in params)
-    axes = axes if isinstance(axes, tuple) else (axes,)
-    if axis in axes:
-        return None
-    is_kept = pair.name in ("rev", "split")
-    return axis if is_kept else axis - sum(each < axis for each in axes)
-
-
 def _moved(pair: Pair, xs: list[Relation]) -> Relation | None:
-    return moved(xs[0], lambda axis: axis_after(pair, axis))
+    return moved(xs[0], lambda axis: axis_after(pair.eqn, axis))
 
 
 def _stack(pair: Pair, xs: list[Relation]) -> Relation | None:
@@ -378,7 +364,6 @@ def overwrites(pair: Pair) -> bool:
 
 
 _LAST_TWO = ("cholesky", "lu", "qr", "triangular_solve", "eigh", "svd")
-MOVES = frozenset({"rev", "split", "squeeze", "tile", "transpose", "unstack"})
 RULES: dict[str, Rule] = {
     **dict.fromkeys(MOVES, guarded(_moved)),
     **dict.fromkeys(SCATTER, guarded(_scatter, "update_jaxpr")),

@@ -6,6 +6,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
 
+from mirror._src.jaxprs.axis_moves import axis_after
 from mirror._src.jaxprs.primitives import (
     ADDITION,
     CASTING,
@@ -20,7 +21,6 @@ from mirror._src.jaxprs.row_facts import (
     NO_AXES,
     NO_FILLS,
     NO_LINES,
-    Excludes,
     Place,
     RowAxis,
     Rows,
@@ -102,13 +102,14 @@ def _adds_size(eqn: JaxprEqn) -> bool:
     return bool(literals) and all(value in _shape(eqn.outvars[0]) for value in literals)
 
 
-def reduced(operand: Rows, axes: Iterable[int], line: Place, excludes: Excludes) -> Rows:
-    axes = set(axes)
+def moved(eqn: JaxprEqn, value: Rows) -> Rows:
+    """Returns the value with its axes where the operation moves them."""
 
-    def move(row: RowAxis) -> tuple[RowAxis]:
-        return (row.at(row.axis - sum(axis < row.axis for axis in axes)),)
+    def move(row: RowAxis) -> tuple[RowAxis, ...]:
+        axis = row.axis if row.axis < 0 else axis_after(eqn, row.axis)
+        return () if axis is None else (row.at(axis),)
 
-    return operand.without(axes, line, excludes).moved(move)
+    return value.moved(move)
 
 
 def _reduction(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
@@ -116,7 +117,8 @@ def _reduction(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     is_over_rows = any(row.axis in axes for row in joined.axes)
     is_sum = name == "reduce_sum" and (is_over_rows or operands[0].num_summed > 0)
     count = math.prod(_shape(eqn.invars[0])[axis] for axis in axes)
-    result = reduced(joined, axes, line, neutral(name, dtype_of(eqn.invars[0])))
+    result = joined.without(axes, line, neutral(name, dtype_of(eqn.invars[0])))
+    result = moved(eqn, result)
     result = result.filled(lambda axis: reduction(eqn, result.value(axis), count))
     result = result._replace(constant=reduction(eqn, joined.constant, count))
     if name in ("reduce_sum", "reduce_max", "reduce_min"):
@@ -174,25 +176,8 @@ def _shuffled(eqn: JaxprEqn, value: Rows, axes: Iterable[int], line: Place) -> R
     return result.filled(fill)
 
 
-def _broadcast(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
-    dims = eqn.params["broadcast_dimensions"]
-    return operands[0].moved(lambda row: (row.at(dims[row.axis] if row.axis >= 0 else row.axis),))
-
-
-def _transpose(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
-    order = eqn.params["permutation"]
-    return operands[0].moved(
-        lambda row: (row.at(order.index(row.axis) if row.axis >= 0 else row.axis),)
-    )
-
-
-def _squeeze(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
-    dims = {d % len(_shape(eqn.invars[0])) for d in eqn.params["dimensions"]}
-
-    def move(row: RowAxis) -> tuple[RowAxis, ...]:
-        return () if row.axis in dims else (row.at(row.axis - sum(d < row.axis for d in dims)),)
-
-    return operands[0].moved(move)
+def _moved(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
+    return moved(eqn, operands[0])
 
 
 def _tile(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
@@ -202,12 +187,7 @@ def _tile(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
 
 
 def _unstack(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
-    axis = eqn.params["axis"]
-
-    def move(row: RowAxis) -> tuple[RowAxis, ...]:
-        return () if row.axis == axis else (row.at(row.axis - (row.axis > axis)),)
-
-    return _picked(operands[0], {axis}, line).moved(move)
+    return moved(eqn, _picked(operands[0], {eqn.params["axis"]}, line))
 
 
 def _stack(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
@@ -493,9 +473,7 @@ RULES: dict[str, Rule] = {
     "top_k": _along_last(1),
     "approx_top_k": _along("reduction_dimension"),
     **dict.fromkeys(_FACTORS + _SOLVERS, _along_last(2)),
-    "broadcast_in_dim": _broadcast,
-    "transpose": _transpose,
-    "squeeze": _squeeze,
+    **dict.fromkeys(("broadcast_in_dim", "transpose", "squeeze"), _moved),
     "reshape": _reshape,
     "slice": _slice,
     "dynamic_slice": _slice,
@@ -512,4 +490,4 @@ RULES: dict[str, Rule] = {
     "gather": _gather,
     **dict.fromkeys(SCATTER, _scatter),
 }
-CONSTANT_RULES = frozenset((_elementwise, _reduction, _broadcast, _transpose, _squeeze, _reshape))
+CONSTANT_RULES = frozenset((_elementwise, _reduction, _moved, _reshape))

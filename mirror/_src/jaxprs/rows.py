@@ -31,7 +31,7 @@ from mirror._src.jaxprs.row_facts import (
     unknown,
 )
 from mirror._src.jaxprs.row_fills import Value, constant_of, dtype_of, is_nan
-from mirror._src.jaxprs.row_rules import CONSTANT_RULES, FILLED_RESULT, RULES, gathered, reduced
+from mirror._src.jaxprs.row_rules import CONSTANT_RULES, FILLED_RESULT, RULES, gathered, moved
 from mirror._src.jaxprs.user_lines import is_within_file, line_within
 
 _NO_PLACE = Place("")
@@ -112,7 +112,7 @@ class _Pass(Interpreter[Rows]):
         if name in ALL_REDUCES:
             positions = [axis for axis in axes_of(eqn) if isinstance(axis, int)]
             excludes = neutral(name, dtype_of(eqn.invars[0]))
-            operand = reduced(operand, positions, line, excludes)
+            operand = moved(eqn, operand.without(positions, line, excludes))
         if not (is_nan(operand.constant) and name in ALL_REDUCES):
             operand = operand._replace(constant=None)
         if self.num_replicas == 1 or not (operand.axes or operand.mixed):
