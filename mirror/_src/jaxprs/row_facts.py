@@ -162,6 +162,7 @@ class Rows(NamedTuple):
 
 
 NO_ROWS = Rows()
+_LINES = ("mixed", "padded", "means", "diluted", "undefined", "unknown")
 
 
 def row(size: int, *, axis: int = 0, is_mask: bool = False) -> Rows:
@@ -179,21 +180,15 @@ def join(operands: Sequence[Rows]) -> Rows:
         first, *others = values or [None]
         return first if all(value == first for value in others) else None
 
-    def lines(name: str) -> Lines:
-        return NO_LINES.union(*(getattr(x, name) for x in facts))
-
+    lines: dict[str, Any] = {
+        name: NO_LINES.union(*(getattr(x, name) for x in facts)) for name in _LINES
+    }
     joined = Rows(
         NO_AXES.union(*(x.axes for x in facts)),
-        NO_FILLS,
-        common([x.constant for x in operands]),
-        lines("mixed"),
-        lines("padded"),
-        lines("means"),
-        lines("diluted"),
-        lines("undefined"),
-        lines("unknown"),
-        bool(facts) and all(x.is_mask for x in facts),
-        bool(facts) and all(x.is_index for x in facts),
+        constant=common([x.constant for x in operands]),
+        is_mask=bool(facts) and all(x.is_mask for x in facts),
+        is_index=bool(facts) and all(x.is_index for x in facts),
+        **lines,
     )
     return joined.filled(lambda axis: common([x.value(axis) for x in operands]))
 
@@ -205,10 +200,5 @@ def is_plain(value: Rows) -> bool:
 
 def unknown(operands: Sequence[Rows], line: Place) -> Rows:
     joined = join(operands)
-    return Rows(
-        mixed=joined.mixed,
-        padded=joined.padded,
-        means=joined.means,
-        diluted=joined.diluted,
-        unknown=joined.unknown | {line},
-    )
+    lines: dict[str, Any] = {name: getattr(joined, name) for name in _LINES}
+    return Rows(**lines)._replace(undefined=NO_LINES, unknown=joined.unknown | {line})

@@ -31,20 +31,20 @@ _NEUTRAL = {"add": (0,), "sub": (0,), "mul": (1,), "div": (1,), "and": (1,), "or
 _ABSORBING = {"mul": (0,), "div": (0,), "and": (0,), "or": (1,)}
 _DECIDED = frozenset(("add", "sub", "lt", "le", "gt", "ge", "eq", "ne"))  # by a huge number
 _KEEP_SIGN = frozenset(("add", "mul", "div", "max", "min", "clamp"))
+_OF_NUMPY = """
+abs acos acosh asin asinh atan atan2 atanh cbrt ceil cos cosh exp exp2 expm1 floor log log1p log2
+pow sign sin sinh sqrt square tan tanh
+"""
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(np, name) for name in _OF_NUMPY.split()},
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
     "div": np.divide,
     "rem": np.fmod,
-    "pow": np.power,
     "max": np.maximum,
     "min": np.minimum,
     "neg": np.negative,
-    "abs": np.abs,
-    "sign": np.sign,
-    "floor": np.floor,
-    "ceil": np.ceil,
     "round": np.rint,
     "is_finite": np.isfinite,
     "lt": np.less,
@@ -54,17 +54,10 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "eq": np.equal,
     "ne": np.not_equal,
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
-    "square": np.square,
-    "sqrt": np.sqrt,
     "rsqrt": lambda x: 1 / np.sqrt(x),
-    "cbrt": np.cbrt,
     "logistic": lambda x: 1 / (1 + np.exp(-x)),
     "erf": math.erf,
     "erfc": math.erfc,
-    **{name: getattr(np, name) for name in ("exp", "exp2", "expm1", "log", "log1p", "log2")},
-    **{name: getattr(np, name) for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")},
-    **{name: getattr(np, "arc" + name[1:]) for name in ("asin", "acos", "atan", "atan2")},
-    **{name: getattr(np, "arc" + name[1:]) for name in ("asinh", "acosh", "atanh")},
 }
 _LOGICAL: dict[str, Callable[..., Any]] = {
     "and": np.minimum,
