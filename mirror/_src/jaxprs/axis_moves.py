@@ -1,4 +1,4 @@
-"""Where operations move an axis: one table for the analyses that follow rows."""
+"""The axes that operations move: one table for the analyses that follow rows."""
 
 from jax.extend.core import JaxprEqn
 
