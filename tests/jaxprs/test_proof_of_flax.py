@@ -136,6 +136,7 @@ def test_models_train_through_every_transformation(model_type, forward, two):
     with two.scope():
         model = model_type(nnx.Rngs(0))
 
+    @mirror.per_replica_on_purpose  # batch statistics
     def step(model, x):
         loss, grads = nnx.value_and_grad(lambda model: (forward(model, x) ** 2).mean())(model)
         grads, loss = mirror.all_reduce("mean", (grads, loss))
