@@ -89,7 +89,7 @@ BUDGETS = {
     "strategy": Size(1000, 8, 8),
     "training": Size(5561, 38, 64),
     "ps": Size(3565, 20, 67),
-    "tools": Size(3076, 41, 32),
+    "tools": Size(3085, 41, 32),
 }
 
 

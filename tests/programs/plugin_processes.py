@@ -61,7 +61,7 @@ def test_one_fails(strategy):
     strategy.reduce("sum", 1.0)  # waits for the other process
 
 
-@pytest.mark.mirror(processes=2, timeout=4)
+@pytest.mark.mirror(processes=2, timeout=4 + mirror.distributed.process_index())
 def test_is_stuck(strategy):
     if strategy.is_chief:
         time.sleep(100)

@@ -4,6 +4,7 @@ import faulthandler
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any, final
 
@@ -11,13 +12,14 @@ import pytest
 
 VARIABLE = "MIRROR_PYTEST_PROCESS"  # the file for the reports
 IS_MEMBER = VARIABLE in os.environ
-_NAME = "mirror-member"
+NAME = "mirror-member"
+TIMEOUT = "timeout"  # in place of a phase of the test
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Joins the other processes before any test file is imported, which may start JAX."""
-    if not IS_MEMBER or config.pluginmanager.hasplugin(_NAME):
+    if not IS_MEMBER or config.pluginmanager.hasplugin(NAME):
         return
     reports = Path(os.environ[VARIABLE])
     faulthandler.register(signal.SIGUSR1, file=os.dup(2), all_threads=True)
@@ -26,7 +28,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     for name, value in options.items():
         if hasattr(config.option, name):
             setattr(config.option, name, value)
-    config.pluginmanager.register(_Reporter(reports), _NAME)
+    config.pluginmanager.register(_Reporter(reports), NAME)
     from mirror import distributed  # loads JAX
 
     distributed.initialize()
@@ -59,6 +61,16 @@ class _Reporter:
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """Says that the test has ended; the process may still wait for the others."""
         self._write({"finished": int(exitstatus)})
+
+    def expire(self, text: str) -> None:
+        """Reports that the test exceeded its timeout, and waits until the parent ends the process.
+
+        If it exited, collectives of the others would fail before they report where they wait.
+        """
+        self._write({"when": TIMEOUT, "outcome": "failed", "text": text})
+        self._write({"finished": int(pytest.ExitCode.TESTS_FAILED)})
+        faulthandler.cancel_dump_traceback_later()
+        threading.Event().wait()
 
     def _write(self, line: dict[str, Any]) -> None:
         with self._file.open("a", encoding="utf-8") as file:

@@ -18,7 +18,7 @@ import pytest
 
 from mirror._src.tools.job import POLL_SECS, Job, tf_configs
 from mirror._src.tools.plugin.marks import Layout, layout_of, runs_elsewhere
-from mirror._src.tools.plugin.member import VARIABLE
+from mirror._src.tools.plugin.member import TIMEOUT, VARIABLE
 from mirror._src.tools.plugin.timeout import GRACE_SECS, timeout_of
 
 _START_SECS = 60.0  # to import JAX and the tests, and to connect
@@ -82,7 +82,8 @@ class _Member:
         """A description of its failure, or None."""
         failed = self.reports("failed")
         if failed:
-            return f"failed in {failed[0]['when']}"
+            when = failed[0]["when"]
+            return "exceeded its timeout" if when == TIMEOUT else f"failed in {when}"
         if self.was_ended:
             return None if self.has_reported_end else "had not ended"
         if self.status and self.status < 0:

@@ -17,6 +17,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
+from mirror._src.tools.plugin import member
 from mirror._src.tools.plugin.marks import mark_keywords, runs_elsewhere
 from mirror._src.tools.plugin.settings import MARKED_SECS, SETTINGS
 
@@ -87,6 +88,8 @@ def _expire(item: pytest.Item, secs: float) -> None:
         reporter = config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             reporter.flush()
+        if process := config.pluginmanager.get_plugin(member.NAME):
+            process.expire(f"{item.nodeid} exceeded its timeout of {secs:g} s.")
     finally:
         os._exit(pytest.ExitCode.TESTS_FAILED)
 
