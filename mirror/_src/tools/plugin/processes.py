@@ -213,7 +213,7 @@ def _arguments(item: pytest.Item, directory: Path) -> list[str]:
     if getattr(option, "xmlpath", None):
         arguments.append(f"--junitxml={directory}/junit.xml")
     if option.basetemp:
-        arguments.append(f"--basetemp={directory}/temp")
+        arguments.append(f"--basetemp={directory}-temp")
     if getattr(option, "tbstyle", None):
         arguments.append(f"--tb={option.tbstyle}")
     return arguments
