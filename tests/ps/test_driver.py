@@ -328,6 +328,20 @@ def test_all_workers_gone_cancels_tasks_and_says_so(ready):
     assert "2 workers" in str(driver.take_error())
 
 
+def test_loss_of_a_server_after_all_workers_is_an_error_and_nothing_waits(ready):
+    driver = ready(1, snapshot_every=2)
+    driver.submit(1, is_step=True)
+    driver.finished(0, "a")
+    driver.submit(is_step=False)
+    assert driver.worker_lost(0, is_forever=True) == [Cancel(1)]
+    assert "1 workers" in str(driver.take_error())
+    assert driver.server_fails("commit") == [Restore(1)]
+    joining = driver.loop.create_task(driver.driver.wait(lambda: driver.driver.is_idle))
+    assert driver.restored() == []
+    assert joining.done()
+    assert "1 workers" in str(joining.result())
+
+
 def test_task_that_loses_its_workers_again_and_again_fails(ready):
     driver = ready(1)
     driver.driver.max_losses = 2

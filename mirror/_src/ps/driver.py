@@ -569,6 +569,8 @@ class Driver:
             self.losses["servers"] += 1
             _logger.warning("%s was lost; all servers return to their last snapshot.", name)
             self._restore()
+            if self._obstacle is not None and self._must_repeat:  # all workers are gone
+                self._keep(self._obstacle)
 
     def _lose(self, message: str) -> None:
         """Ends training: the servers have no values, and only `load` can give them some."""
