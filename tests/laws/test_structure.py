@@ -87,8 +87,8 @@ BUDGETS = {
     "data": Size(1426, 13, 25),
     "keras": Size(525, 7, 5),
     "strategy": Size(1000, 8, 8),
-    "training": Size(5561, 38, 64),
-    "ps": Size(3565, 20, 67),
+    "training": Size(5563, 38, 64),
+    "ps": Size(3567, 20, 67),
     "tools": Size(3085, 41, 32),
 }
 

@@ -288,7 +288,9 @@ class Position:
         """
         for name, state in self.callbacks.items():
             _require_json(name, state)
-        return {**vars(self), "meter": self.meter.to_dict(), "history": self.history.to_dict()}
+        state = {**vars(self), "meter": self.meter.to_dict(), "history": self.history.to_dict()}
+        del state["iterator"]
+        return state
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> "Position":
