@@ -45,8 +45,8 @@ def squares(model, batch):
     return (model(x) - y) ** 2
 
 
-def new(n=2, loss_fn=squares):
-    return mirror.Trainer(Line(), optax.sgd(0.05), loss_fn, strategy=cpu_strategy(n))
+def new(n=2, loss_fn=squares, **options):
+    return mirror.Trainer(Line(), optax.sgd(0.05), loss_fn, strategy=cpu_strategy(n), **options)
 
 
 KINDS = {
@@ -294,6 +294,17 @@ def test_validation_steps_are_the_first_batches_of_data_and_the_next_ones_of_an_
     assert losses["list"]["val_loss"] == [0.5, 0.5, 0.5]
     assert losses["iterator"]["val_loss"] == [0.5, 2.5, 4.5]
     assert losses["short"]["val_loss"] == [0, 0, 0]
+
+
+@rows("group", [1, 3])
+def test_second_fit_continues_an_iterator_where_the_first_has_ended(group):
+    """Batches that the first had loaded ahead were lost."""
+    arrays = [np.full((4, 1), i, np.float32) for i in range(10)]
+    loss = lambda model, batch: 0 * model(batch[:, :1] * X[:1]) + batch[:, 0]  # noqa: E731
+    trainer, data = new(loss_fn=loss, steps_per_execution=group), iter([arrays[0][:0], *arrays])
+    assert fit(trainer, data, 2, steps_per_epoch=2)["loss"] == [0.5, 2.5]
+    assert fit(trainer, data, 1, steps_per_epoch=4)["loss"] == [5.5]
+    assert [batch[0, 0] for batch in data] == [8, 9]
 
 
 def test_validation_that_is_suspiciously_long_warns_once():

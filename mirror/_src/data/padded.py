@@ -92,6 +92,11 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
         require_int("group", plan.group)
         require_int("skip", plan.skip, 0)
         self._plan, self._group = plan, plan.group
+        self._most: int | None = None
+
+    def read_at_most(self, num_batches: int) -> None:
+        """Makes the next pass end after a number of batches: an iterator can be continued then."""
+        self._most = num_batches
 
     def __len__(self) -> int:
         """The number of launches in a whole pass, if the length of the source is known."""
@@ -119,10 +124,14 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
         plan, self._plan = self._plan, self._plan._replace(skip=0)
         plan = plan._replace(is_restored=source.is_restored, full=source.full)
         batches = host_batches(reading.batches, self._source.advice, source.state)
-        return self._launches(reading.steps(batches, plan))
+        most, self._most = self._most, None
+        return self._launches(reading.steps(batches, plan), most)
 
-    def _launches(self, batches: Generator[InputBatch]) -> Generator[PaddedBatch, None, None]:
-        with contextlib.closing(batches):
+    def _launches(
+        self, steps: Generator[InputBatch], most: int | None
+    ) -> Generator[PaddedBatch, None, None]:
+        with contextlib.closing(steps):
+            batches = itertools.islice(steps, most)
             while group := list(self._group_of(batches)):
                 sizes = tuple(batch.num_examples for batch in group)
                 states = tuple(batch.states for batch in group)

@@ -72,6 +72,8 @@ class FitLoop:
     ) -> None:
         if steps_per_epoch is not None:
             require_int("steps_per_epoch", steps_per_epoch)
+            of_this_epoch = max(steps_per_epoch - position.epoch_step, 0)
+            data.read_at_most((epochs - position.epoch - 1) * steps_per_epoch + of_this_epoch)
         self.trainer = trainer
         self.epochs = epochs
         self.position = position
