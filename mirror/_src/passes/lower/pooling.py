@@ -76,8 +76,8 @@ def _is_narrow(eqn: JaxprEqn) -> bool:
 
     Then it does not vectorize `_select`, which takes up to six times as long as `_scatter`.
     """
-    positions = math.prod(eqn.params["window_dimensions"])
-    return eqn.outvars[0].aval.shape[-1] < 16 and positions <= 8
+    aval: Any = eqn.outvars[0].aval
+    return aval.shape[-1] < 16 and math.prod(eqn.params["window_dimensions"]) <= 8
 
 
 def _select(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
