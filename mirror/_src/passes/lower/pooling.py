@@ -88,12 +88,7 @@ def _select(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     keeps, identity = _SELECTS[eqn.params["select_prim"].name]
     values, x = arguments
     dims, padding = eqn.params["window_dimensions"], eqn.params["padding"]
-    best, *others = _windows(eqn, x, identity)
-    index = jnp.zeros(best.shape, np.float32)
-    for i, part in enumerate(others, 1):
-        keep = keeps(best, part)
-        best = lax.select(keep, best, part)
-        index = lax.select(keep, index, jnp.full_like(index, i))
+    index = _first(_windows(eqn, x, identity), keeps, np.float32)
     # Each axis becomes two: the windows, and the positions in a window.
     shape = [*itertools.chain.from_iterable(zip(values.shape, dims, strict=True))]
     own = jnp.zeros(shape, np.float32)
@@ -104,7 +99,7 @@ def _select(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
         lax.broadcast_in_dim(y, shape, range(0, len(shape), 2)) for y in (index, values)
     )
     result = lax.select(index == own, values, jnp.zeros_like(values))
-    covered = [n * w for n, w in zip(best.shape, dims, strict=True)]
+    covered = [n * w for n, w in zip(shape[::2], dims, strict=True)]
     sizes = zip(x.shape, covered, padding, strict=True)
     ends = [(-low, n - m + low, 0) for n, m, (low, _) in sizes]
     return [_padded(result.reshape(covered), 0, ends)]
@@ -149,25 +144,33 @@ def _scatter(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     return [functools.reduce(operator.add, map(placed, np.ndindex(*strides)))]
 
 
-def _chosen(
-    parts: Sequence[Any], keeps: Callable[..., Any], ends: Sequence[tuple[int, int, int]]
-) -> list[Any]:
-    """Returns for each position of a window whether it is selected, padded by False.
+def _first(parts: Sequence[Any], keeps: Callable[..., Any], dtype: Any) -> Any:
+    """Returns the number of each window's first extreme, as this type.
 
     As in XLA, positions are compared in order, and a NaN is replaced by the next element.
     """
+    best, *others = parts
+    index = jnp.zeros(best.shape, dtype)
+    for i, part in enumerate(others, 1):
+        keep = keeps(best, part)
+        best = lax.select(keep, best, part)
+        index = lax.select(keep, index, jnp.full_like(index, i))
+    return index
+
+
+def _chosen(
+    parts: Sequence[Any], keeps: Callable[..., Any], ends: Sequence[tuple[int, int, int]]
+) -> list[Any]:
+    """Returns for each position of a window whether it is selected, padded by False."""
+    if any(low for low, _, _ in ends):
+        # Windows overlap. XLA would compute masks again for each window over a position.
+        index = _padded(_first(parts, keeps, jnp.int32), -1, ends)
+        return [index == i for i in range(len(parts))]
     best, *others = parts
     kept = []
     for part in others:
         kept.append(keeps(best, part))
         best = lax.select(kept[-1], best, part)
-    if any(low for low, _, _ in ends):
-        # Windows overlap. XLA would compute masks again for each window over a position.
-        index = jnp.zeros(best.shape, jnp.int32)
-        for i, keep in enumerate(kept, 1):
-            index = lax.select(keep, index, jnp.full_like(index, i))
-        index = _padded(index, -1, ends)
-        return [index == i for i in range(len(parts))]
     masks = []
     is_free = jnp.ones(best.shape, bool)
     for keep in reversed(kept):
