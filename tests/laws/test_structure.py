@@ -87,7 +87,7 @@ BUDGETS = {
     "data": Size(1433, 13, 25),
     "keras": Size(525, 7, 5),
     "strategy": Size(1000, 8, 8),
-    "training": Size(5565, 38, 64),
+    "training": Size(5562, 38, 64),
     "ps": Size(3567, 20, 67),
     "tools": Size(3085, 41, 32),
 }

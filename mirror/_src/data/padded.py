@@ -94,7 +94,7 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
         self._plan, self._group = plan, plan.group
         self._most: int | None = None
 
-    def read_at_most(self, num_batches: int) -> None:
+    def read_at_most(self, num_batches: int | None) -> None:
         """Makes the next pass end after a number of batches: an iterator can be continued then."""
         self._most = num_batches
 

@@ -257,18 +257,19 @@ def whole_pass(
     Raises:
         ValueError: If there is no batch.
     """
-    num_batches = 0
-    batches = iter(data.padded(**options))
+    padded = data.padded(**options)
+    padded.read_at_most(most)
+    batches, is_empty = iter(padded), True
     with closing("closing the data", batches.close):
-        while most is None or num_batches < most:
+        while True:
             interrupts.check()
             with interrupts.immediate():
-                padded = next(batches, None)
-            if padded is None:
+                batch = next(batches, None)
+            if batch is None:
                 break
-            num_batches += 1
-            yield padded
-    if not num_batches:
+            is_empty = False
+            yield batch
+    if is_empty:
         raise ValueError(NO_DATA)
 
 
@@ -291,7 +292,7 @@ class Validation:
     """
 
     def __init__(self, data: Iterable[PyTree] | None, num_batches: int | None) -> None:
-        self._data: Any = data
+        self.data: Any = data
         self._has_ended = False
         self.num_batches = num_batches
         if num_batches is None:
@@ -306,12 +307,6 @@ class Validation:
                 "trainer.fit(..., validation_data=...)."
             )
 
-    def batches(self) -> Iterable[PyTree]:
-        """Returns the data of one epoch; an iterator is read no further than the maximum."""
-        if self.num_batches is None or not is_iterator(self._data):
-            return self._data
-        return itertools.islice(self._data, self.num_batches)
-
     def observed(
         self, num_trained: int, batches: Iterator[PaddedBatch]
     ) -> Generator[PaddedBatch, None, None]:
@@ -321,7 +316,7 @@ class Validation:
             num_trained: Number of batches of the epoch of training.
             batches: The batches of this validation.
         """
-        is_known = self._has_ended or self.num_batches is not None or _has_len(self._data)
+        is_known = self._has_ended or self.num_batches is not None or _has_len(self.data)
         most = max(_FEWEST_BATCHES, _TIMES_THE_EPOCH * num_trained)
         for count, batch in enumerate(batches, 1):
             yield batch
