@@ -2,11 +2,10 @@
 
 import logging
 import math
-import warnings
 
 import jax
 
-from mirror._src.base.naming import depth_of_user
+from mirror._src.base.naming import warn_user
 from mirror._src.base.types import Shard
 from mirror._src.devices import backend
 from mirror._src.devices.collective_check import (
@@ -90,7 +89,7 @@ def slice_bytes(replicas: ReplicaDevices, ops: CrossDeviceOps, shard: Shard) -> 
             _logger.info(text)
         else:
             text += ". Each device stores the whole state. Omit `shard`."
-            warnings.warn(text, stacklevel=depth_of_user())
+            warn_user(text)
         return None
     return math.inf if shard == "optimizer" else SLICE_BYTES
 
@@ -166,10 +165,9 @@ def default_ops(devices: tuple[jax.Device, ...]) -> CrossDeviceOps:
             f"The all-reduce across {backend.names(distinct)} failed its startup test: {fault}. "
             f"{backend.names(lost)} stopped responding. {fix} Otherwise omit these devices."
         )
-    warnings.warn(
+    warn_user(
         f"The all-reduce across {backend.names(distinct)} failed its startup test: {fault}. "
-        f"Falling back to reduction on the host, which is slower. {fix}",
-        stacklevel=depth_of_user(),
+        f"Falling back to reduction on the host, which is slower. {fix}"
     )
     return ReductionToOneDevice()
 

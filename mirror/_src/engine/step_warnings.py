@@ -1,7 +1,6 @@
 """Warnings about valid steps that are probably mistakes: each is issued once per step."""
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,10 +10,10 @@ from mirror._src.base.errors import describe, listing
 from mirror._src.base.naming import (
     argument_names,
     code_of,
-    depth_of_user,
     is_our_module,
     keys,
     name_of,
+    warn_user,
 )
 from mirror._src.base.types import StepFunction
 from mirror._src.engine.analysis import Analysis
@@ -76,7 +75,7 @@ def warn_about_proof(
         )
     for kind, text in texts.items():
         if _is_first(warned, kind):
-            warnings.warn(text, stacklevel=depth_of_user())
+            warn_user(text)
 
 
 def warn_about_drift(step: Step, call: Call, analysis: Analysis, num_replicas: int) -> None:
@@ -88,11 +87,10 @@ def warn_about_drift(step: Step, call: Call, analysis: Analysis, num_replicas: i
     results, _, _ = analysis.traced.split(analysis.marks)
     known.update(own_values(call, analysis.traced, results))
     if causes and _is_first(step.warned, "drift"):
-        warnings.warn(
+        warn_user(
             f"{name_of(call.fn)} receives values that an earlier call has returned, and that "
             f"differ between replicas, so that each replica trains on its own:\n{listing(causes)}"
-            f"\n{ALL_REDUCE}{IF_INTENDED}",
-            stacklevel=depth_of_user(),
+            f"\n{ALL_REDUCE}{IF_INTENDED}"
         )
 
 
@@ -111,11 +109,10 @@ def warn_about_lost_updates(warned: set[str], call: Call, notes: Notes) -> None:
     if lost[0] in changed:
         why = "which changed it in place: each replica changed its own copy"
     state = re.split(r"[.\[]", lost[0])[0]
-    warnings.warn(
+    warn_user(
         f"The new {lost[0]}{more}, computed at {line} from the all-reduce at {collective}, is "
         f"lost: it reaches no result of {step_name}, {why}. Return the new state, and pass it "
-        f"to the next call: {state}, loss = strategy.run({step_name}, ({state}, batch)).",
-        stacklevel=depth_of_user(),
+        f"to the next call: {state}, loss = strategy.run({step_name}, ({state}, batch))."
     )
 
 
@@ -130,11 +127,10 @@ def warn_about_leaks(warned: set[str], fn: StepFunction) -> None:
     stored = ", ".join(f"{path} ({describe(value)})" for path, value in leaked[:3])
     container = leaked[0][0].partition("[")[0]
     fix = f"{container}.append(value)" if "[" in leaked[0][0] else f"{container} = value"
-    warnings.warn(
+    warn_user(
         f"{name} stored traced values outside the step: {stored}. They never receive numbers, "
         "because the step is traced once and runs compiled. Return the value, and store the "
-        f"result: value = strategy.run({name}, args); {fix}.",
-        stacklevel=depth_of_user(),
+        f"result: value = strategy.run({name}, args); {fix}."
     )
 
 
@@ -153,18 +149,17 @@ def warn_about_stale_arrays(
         return
     message = stale_array(fn, captured)
     if message is not None and _is_first(warned, "stale"):
-        warnings.warn(message, stacklevel=depth_of_user())
+        warn_user(message)
 
 
 def warn_about_recompilation(warned: set[str], fn: StepFunction) -> None:
     """Warns about a step that is a new function object in every call."""
     code = code_of(fn)
     if code is not None and _is_first(warned, "recompiled"):
-        warnings.warn(
+        warn_user(
             f"{name_of(fn)} ({code.co_filename}:{code.co_firstlineno}) was recompiled "
             f"{MAX_NEW_FUNCTIONS} times because each call passes a new function object. "
-            "Define it once, outside the loop, and pass the changing values as arguments.",
-            stacklevel=depth_of_user(),
+            "Define it once, outside the loop, and pass the changing values as arguments."
         )
 
 
