@@ -22,8 +22,8 @@ from benchmarks.stats import median
 from mirror._src.cluster import store
 from mirror._src.engine import runner
 from mirror._src.engine.executor import MeshExecutor
-from mirror._src.tools.bench.workload import Workload
-from mirror._src.tools.estimate.abstract import without_arrays
+from mirror._src.tools.estimate_memory import without_arrays
+from mirror._src.tools.workload import Workload
 
 NUM_MATRICES = 30
 _ROWS = 8  # per replica

@@ -22,9 +22,9 @@ from tests.support.messages import assert_message
 from tests.support.strategies import LAYOUTS, cpu_strategy
 from tests.support.tables import rows
 
-command, abstract, estimate, memory, kinds, workload_module = inside.memory_estimates()
-without_arrays, Workload = abstract.without_arrays, workload_module.Workload
-Estimate, estimate_row = estimate.Estimate, estimate.estimate_row
+estimate_memory, memory, kinds, workload_module = inside.memory_estimates()
+without_arrays, Workload = estimate_memory.without_arrays, workload_module.Workload
+Estimate, estimate_row = estimate_memory.Estimate, estimate_memory.estimate_row
 memory_report = memory.memory_report
 COUNTED, Kind = kinds.COUNTED, kinds.Kind
 MemoryGroup, MemoryReport = kinds.MemoryGroup, kinds.MemoryReport
@@ -576,13 +576,13 @@ def test_command_prefers_accelerators(monkeypatch):
     there = tuple(jax.devices("cpu"))
 
     def made(asked):
-        return [s.devices for s in command._strategies(asked, 1, shard="none")]
+        return [s.devices for s in estimate_memory._strategies(asked, 1, shard="none")]
 
     assert list(map(len, made(None))) == [1, 2, 4]
-    monkeypatch.setattr(command, "MirroredStrategy", stand_in_strategy)
-    monkeypatch.setattr(command.backend, "default_devices", lambda: there[6:])
+    monkeypatch.setattr(estimate_memory, "MirroredStrategy", stand_in_strategy)
+    monkeypatch.setattr(estimate_memory.backend, "default_devices", lambda: there[6:])
     assert made((1, 2, 3)) == [there[6:7], there[6:8], there[:3]]
-    monkeypatch.setattr(command.backend, "type_of", lambda device: "GPU")
+    monkeypatch.setattr(estimate_memory.backend, "type_of", lambda device: "GPU")
     assert made(None) == [there[6:7], there[6:8]]
 
 

@@ -181,13 +181,12 @@ LIGHT = {
     "mirror launch nothing.py": """
         _src.base.compile_cache _src.base.modules _src.devices _src.devices.names
         _src.devices.physical _src.tools.die_with_parent _src.tools.job _src.tools.launch
-        _src.tools.supervisor
     """,
 }
 PLUGIN = """
     pytest_plugin _src.tools _src.tools.die_with_parent _src.tools.job _src.tools.plugin
     _src.tools.plugin.marks _src.tools.plugin.member _src.tools.plugin.processes
-    _src.tools.plugin.settings _src.tools.plugin.timeout
+    _src.tools.plugin.timeout
 """
 SHOWN = """
 import os, runpy, sys

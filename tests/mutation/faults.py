@@ -2190,7 +2190,7 @@ _OF_PARAMETER_SERVERS = (
 _OF_COMMANDS = (
     Fault(
         "a failed job whose exit status is 0",
-        "mirror/_src/tools/supervisor.py",
+        "mirror/_src/tools/launch.py",
         "return failure.shell_status",
         "return 0",
         ("tests/tools/test_launch_processes.py",),
@@ -2199,7 +2199,7 @@ _OF_COMMANDS = (
     ),
     Fault(
         "restarts that the script does not see",
-        "mirror/_src/tools/supervisor.py",
+        "mirror/_src/tools/launch.py",
         '{"MIRROR_RESTARTS": str(number),',
         '{"MIRROR_RESTARTS": "0",',
         ("tests/tools/test_launch_processes.py",),

@@ -4,9 +4,9 @@ All other tests use the public API: `tests/laws/test_structure.py` lists who may
 docstring of each function says what makes it necessary.
 """
 
+import importlib
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -83,31 +83,16 @@ from mirror._src.ps.variables import ServerVariable
 from mirror._src.strategy import multi_worker
 from mirror._src.strategy import strategy as strategy_base
 from mirror._src.strategy.scope import Scope
-from mirror._src.tools import asserts, job, supervisor
+from mirror._src.tools import asserts, demo, estimate_memory, job, workload
+from mirror._src.tools import bench as bench_command
 from mirror._src.tools import builtin_steps as cli_builtin_steps
 from mirror._src.tools import devices as cli_devices
 from mirror._src.tools import launch as cli_launch
 from mirror._src.tools import main as cli_main
 from mirror._src.tools import options as cli_options
-from mirror._src.tools import versions as cli_versions
-from mirror._src.tools.bench import command as bench_command
-from mirror._src.tools.bench import measure as bench_measure
-from mirror._src.tools.bench import scaling, workload
-from mirror._src.tools.doctor import (
-    addresses,
-    check,
-    child,
-    environment,
-    probes,
-    ray_nodes,
-    rendezvous,
-    report,
-)
+from mirror._src.tools.doctor import check, environment, probes, ray_nodes
 from mirror._src.tools.doctor import command as doctor_command
 from mirror._src.tools.doctor import distributed as doctor_distributed
-from mirror._src.tools.doctor import versions as doctor_versions
-from mirror._src.tools.estimate import abstract, estimate
-from mirror._src.tools.estimate import command as estimate_command
 from mirror._src.tools.plugin import support as plugin_support
 from mirror._src.tools.plugin import timeout as plugin_timeout
 from mirror._src.training import agreed_stop as training_agreed_stop
@@ -514,12 +499,12 @@ def command_tables() -> dict[str, Any]:
     return cli_options.read_commands()
 
 
-def launcher() -> tuple[ModuleType, ModuleType, type[Exception]]:
-    """What `mirror launch` decides, what runs its processes, and its error.
+def launcher() -> tuple[ModuleType, type[Exception]]:
+    """What `mirror launch` decides, and its error.
 
     Most of its rows are environments with GPUs, which the machine of the tests need not have.
     """
-    return cli_launch, supervisor, cli_options.OptionError
+    return cli_launch, cli_options.OptionError
 
 
 def starter() -> ModuleType:
@@ -598,9 +583,9 @@ def inventory() -> ModuleType:
     return cli_devices
 
 
-def bench() -> tuple[ModuleType, ModuleType, ModuleType, ModuleType]:
+def bench() -> tuple[ModuleType, ModuleType]:
     """The modules of `mirror bench`, to give it devices, times and results that vary by machine."""
-    return bench_command, bench_measure, scaling, workload
+    return bench_command, workload
 
 
 def builtin_step(name: str, strategy: mirror.Strategy, batch_size: int) -> tuple[Any, Any]:
@@ -615,15 +600,8 @@ def quartiles(secs: list[float]) -> tuple[float, float]:
 
 def demo_run() -> ModuleType:
     """The results of `mirror demo`, which always passes; it needs the extra `demo`."""
-    from mirror._src.tools.demo import run
-
-    return run
-
-
-def forget_demo(patch: pytest.MonkeyPatch) -> None:
-    """Makes `mirror demo` import its packages again, as in a new process."""
-    for name in ("run", "data", "training"):
-        patch.delitem(sys.modules, f"mirror._src.tools.demo.{name}", raising=False)
+    importlib.import_module("sklearn.datasets")  # it sets environment variables
+    return demo
 
 
 def deferred_interrupts() -> ModuleType:
@@ -633,12 +611,12 @@ def deferred_interrupts() -> ModuleType:
 
 def doctor() -> tuple[ModuleType, ...]:
     """The checks of `mirror doctor`, for faults that tests cannot cause, such as a crash."""
-    return check, child, environment, probes, doctor_versions
+    return check, doctor_command, environment, probes
 
 
-def doctor_of_jobs() -> tuple[ModuleType, ...]:
+def doctor_of_jobs() -> ModuleType:
     """The checks of `mirror doctor --distributed`, for hosts and processes with faults."""
-    return addresses, doctor_distributed, rendezvous
+    return doctor_distributed
 
 
 def doctor_of_ray() -> tuple[ModuleType, ModuleType]:
@@ -646,14 +624,9 @@ def doctor_of_ray() -> tuple[ModuleType, ModuleType]:
     return ray_nodes, server
 
 
-def doctor_report() -> tuple[ModuleType, ModuleType]:
-    """The modules of `mirror doctor --report`, for secrets and names that no machine has."""
-    return doctor_command, report
-
-
-def versions() -> tuple[ModuleType, ModuleType]:
-    """The installed and the supported versions, which tests cannot change."""
-    return cli_versions, supported
+def versions() -> ModuleType:
+    """The supported versions, which tests cannot change."""
+    return supported
 
 
 def unused_gpus() -> ModuleType:
@@ -723,7 +696,7 @@ def explanations() -> tuple[ModuleType, ...]:
 
 def memory_estimates() -> tuple[ModuleType, ...]:
     """The parts of `mirror estimate-memory`, to compare arrays that users see as a sum only."""
-    return estimate_command, abstract, estimate, explain_memory, memory_report, workload
+    return estimate_memory, explain_memory, memory_report, workload
 
 
 def described_gpus(name: str, count: int, hosts: int = 1) -> tuple[jax.Device, ...]:
@@ -748,7 +721,7 @@ def compiled_step(
     donate_argnums: tuple[int, ...] = (),
 ) -> jax.stages.Compiled:
     """The program of a step for devices that only compile, made as for `mirror estimate-memory`."""
-    step, args, types, _ = abstract.without_arrays(
+    step, args, types, _ = estimate_memory.without_arrays(
         "the step", lambda each: workload._custom("the step", make, each, False), strategy
     )
     examined = strategy._runner.examined_without_arrays(step, args, types, donate_argnums)

@@ -25,9 +25,9 @@ from tests.support.messages import assert_message, raises
 from tests.support.strategies import cpu_strategy
 from tests.support.tables import rows
 
-command, measure, scaling, workload = inside.bench()
+bench_module, workload = inside.bench()
 workload_of = workload.workload_of
-_, _, OptionError = inside.launcher()
+_, OptionError = inside.launcher()
 
 OWN = (fresh.PROGRAMS / "bench_steps.py").read_text()
 
@@ -189,20 +189,20 @@ def test_module_in_the_working_directory_is_found(own, unexplained, monkeypatch,
 
 def test_default_device_counts_are_powers_of_two_and_all_gpus(monkeypatch):
     devices = tuple(jax.devices("cpu"))
-    assert command._devices(None) == (devices, (1, 2, 4))
-    monkeypatch.setattr(command.backend, "type_of", lambda device: "GPU")
-    assert command._devices(None) == (devices, (1, 2, 4, 8))
-    monkeypatch.setattr(command.backend, "default_devices", lambda: devices[:6])
-    assert command._devices(None) == (devices[:6], (1, 2, 4, 6))
+    assert bench_module._devices(None) == (devices, (1, 2, 4))
+    monkeypatch.setattr(bench_module.backend, "type_of", lambda device: "GPU")
+    assert bench_module._devices(None) == (devices, (1, 2, 4, 8))
+    monkeypatch.setattr(bench_module.backend, "default_devices", lambda: devices[:6])
+    assert bench_module._devices(None) == (devices[:6], (1, 2, 4, 6))
 
 
 def test_missing_devices_are_named(monkeypatch):
     found = [8, "CPU"]
     with raises(OptionError, names="--devices 1,9", values=found, fix="jax_num_cpu_devices=8"):
-        command._devices((1, 9))
-    monkeypatch.setattr(command.backend, "type_of", lambda device: "GPU")
+        bench_module._devices((1, 9))
+    monkeypatch.setattr(bench_module.backend, "type_of", lambda device: "GPU")
     with raises(OptionError, names="--devices 9", values=[8, "GPU"], fix="JAX_PLATFORMS=cpu"):
-        command._devices((9,))
+        bench_module._devices((9,))
 
 
 REFUSED = {
@@ -312,7 +312,7 @@ def test_help_lists_the_exit_statuses_and_a_working_example(capsys, tmp_path, mo
     file = tmp_path / "example.py"
     file.write_text(textwrap.dedent(before) + textwrap.dedent(example))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    contender = measure.Candidate(
+    contender = bench_module.Candidate(
         two := cpu_strategy(2), workload_of(f"{file}:bench", None, False)(two)
     )
     contender.warm_up()
@@ -340,7 +340,7 @@ class Turns:
 def test_rounds_interleave_all_device_counts():
     log: list[tuple[int, int]] = []
     turns = functools.partial(Turns, log=log)
-    found = measure.measure("it", list(map(turns, (1, 2, 4))), 25, False)
+    found = bench_module.measure("it", list(map(turns, (1, 2, 4))), 25, False)
     assert found.steps == 27
     assert len(log) == 3 * 9
     rounds = [[n for n, _ in log[i : i + 3]] for i in range(0, len(log), 3)]
@@ -350,7 +350,7 @@ def test_rounds_interleave_all_device_counts():
 
 def row(count: int, examples: int | None, *secs: float):
     names = tuple(f"/device:CPU:{i}" for i in range(count))
-    return scaling.Row(names, examples, secs, "compute", "compute-bound: good.")
+    return bench_module.Row(names, examples, secs, "compute", "compute-bound: good.")
 
 
 SPEEDUPS = {
@@ -365,7 +365,9 @@ SPEEDUPS = {
 @rows("case", list(SPEEDUPS))
 def test_speedup_compares_work_per_second(case):
     rows, speedup, efficiency = SPEEDUPS[case]
-    found = scaling.Scaling("it", case == "weak", 1, False, tuple(row(*cells) for cells in rows))
+    found = bench_module.Scaling(
+        "it", case == "weak", 1, False, tuple(row(*cells) for cells in rows)
+    )
     assert found.speedup(found.rows[-1]) == pytest.approx(speedup)
     assert found.efficiency(found.rows[-1]) == pytest.approx(efficiency)
     assert found.speedup(found.rows[0]) == 1
@@ -374,13 +376,13 @@ def test_speedup_compares_work_per_second(case):
 
 @pytest.mark.parametrize(("weak", "kind", "size"), [(False, "strong", 8), (True, "weak", 4)])
 def test_heading_describes_the_batch(weak, kind, size):
-    heading = scaling.Scaling("it", weak, 1, False, (row(2, 8, 0.1),)).heading
+    heading = bench_module.Scaling("it", weak, 1, False, (row(2, 8, 0.1),)).heading
     assert_message(heading, names=["it", kind], values=size)
 
 
 def test_plot_shows_measurements_and_the_ideal():
     rows = (row(1, 8, 0.03, 0.03), row(2, 8, 0.02, 0.02), row(4, 8, 0.01, 0.01))
-    axes = scaling.Scaling("it", False, 1, True, rows).plot().axes[0]
+    axes = bench_module.Scaling("it", False, 1, True, rows).plot().axes[0]
     ideal, measured = (list(line.get_ydata()) for line in axes.lines[:2])
     assert ideal == [1, 2, 4]
     assert measured == pytest.approx([1, 1.5, 3])
@@ -396,5 +398,5 @@ def test_different_amounts_of_work_are_not_compared():
     contenders = [Turns(1, []), Turns(2, [])]
     contenders[1].sizes = (4, 4)
     with raises(workload.WorkloadError, values=[4, 1, 8, 2], fix="--weak"):
-        measure.measure("it", contenders, 1, False)
-    measure.measure("it", contenders, 1, True)
+        bench_module.measure("it", contenders, 1, False)
+    bench_module.measure("it", contenders, 1, True)

@@ -14,7 +14,6 @@ import pytest
 import mirror
 from mirror import cli
 from tests.support import fresh, inside
-from tests.support.inside import forget_demo
 from tests.support.messages import assert_message
 from tests.support.tables import rows
 
@@ -224,7 +223,6 @@ def test_impossible_options_fail_before_training(
 
 def test_missing_packages_are_named_with_the_line_that_installs_them(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    forget_demo(monkeypatch)
     assert cli.main(["demo"]) == 2
     errors = capsys.readouterr().err
     assert_message(errors, names="sklearn", fix='pip install ".[demo]"')

@@ -18,16 +18,16 @@ from tests.support import fresh, inside
 from tests.support.messages import assert_message
 from tests.support.tables import rows
 
-check_module, child, environment, probes, doctor_versions = inside.doctor()
-versions, supported = inside.versions()
+check_module, command, environment, probes = inside.doctor()
+supported = inside.versions()
 Check, summary, worst = check_module.Check, check_module.summary, check_module.worst
-ProbeResult, findings = child.ProbeResult, child.findings
+ProbeResult, findings = command.ProbeResult, command.findings
 check_environment = environment.check_environment
 check_versions, deadlocks_on_host = (
-    doctor_versions.check_versions,
-    doctor_versions.deadlocks_on_host,
+    environment.check_versions,
+    environment.deadlocks_on_host,
 )
-SUPPORTED = doctor_versions.SUPPORTED
+SUPPORTED = environment.SUPPORTED
 base_version = supported.base_version
 
 TYPO = "--xla_force_host_platform_devices_count=3"
@@ -99,7 +99,7 @@ def test_exit_status_is_that_of_the_worst_check(
         return ProbeResult(0, "\n".join(map(json.dumps, on_eight_devices)), "")
 
     monkeypatch.setenv("XLA_FLAGS", flags)
-    monkeypatch.setattr(child, "probe", probe)
+    monkeypatch.setattr(command, "probe", probe)
     assert cli.main(["doctor"]) == status
     text = capsys.readouterr().out
     (line,) = re.findall(rf"^ok +{probes.ALL_REDUCE}: .*", text, re.MULTILINE)
@@ -250,8 +250,8 @@ def test_most_informative_line_is_shown():
 
 
 def test_hanging_process_is_killed(monkeypatch):
-    monkeypatch.setattr(child, "_DEADLINE_SECS", 0.01)
-    assert child.probe({}).status is None
+    monkeypatch.setattr(command, "_DEADLINE_SECS", 0.01)
+    assert command.probe({}).status is None
 
 
 def test_ctrl_c_ends_the_doctor_cleanly(monkeypatch, capsys):
@@ -259,7 +259,7 @@ def test_ctrl_c_ends_the_doctor_cleanly(monkeypatch, capsys):
         signal.raise_signal(signal.SIGINT)
         return subprocess.CompletedProcess(command, -2, b"", b"KeyboardInterrupt")
 
-    monkeypatch.setattr(child.subprocess, "run", interrupted)
+    monkeypatch.setattr(command.subprocess, "run", interrupted)
     assert cli.main(["doctor"]) == 130
     assert_message(capsys.readouterr().err, fix="Interrupted")
 
@@ -305,13 +305,13 @@ def test_supported_versions_match_the_requirements():
 
 
 def test_installed_versions_are_listed(monkeypatch):
-    found = versions.installed_versions()
+    found = environment.installed_versions()
     assert found["python"] == sys.version.split()[0].rstrip("+")
     assert found["jax"] == importlib.metadata.version("jax")
-    monkeypatch.setattr(versions, "_PACKAGES", ("no-such-package", "jax"))
-    monkeypatch.setattr(versions, "driver_version", lambda: "570.1")
-    monkeypatch.setattr(versions.platform, "python_version", lambda: "3.13.0+")
-    found = versions.installed_versions()
+    monkeypatch.setattr(environment, "_PACKAGES", ("no-such-package", "jax"))
+    monkeypatch.setattr(environment, "driver_version", lambda: "570.1")
+    monkeypatch.setattr(environment.platform, "python_version", lambda: "3.13.0+")
+    found = environment.installed_versions()
     assert list(found) == ["mirror", "python", "jax", "NVIDIA driver"]
     assert (found["python"], found["NVIDIA driver"]) == ("3.13.0", "570.1")
 

@@ -21,14 +21,14 @@ from tests.support.messages import assert_message, raises
 from tests.support.tables import rows
 from tests.support.waiting import wait_until
 
-addresses, distributed, rendezvous = inside.doctor_of_jobs()
-Problem = inside.doctor()[0].Problem
-_, child, *_ = inside.doctor()
+distributed = inside.doctor_of_jobs()
+check_module, command, *_ = inside.doctor()
+Problem = check_module.Problem
 _, resolvers = inside.members()
 store = inside.messages()
-ProbeResult, findings = child.ProbeResult, child.findings
-Rendezvous, UnreachableError = rendezvous.Rendezvous, rendezvous.UnreachableError
-meet = rendezvous.meet
+ProbeResult, findings = command.ProbeResult, command.findings
+Rendezvous, UnreachableError = distributed.Rendezvous, distributed.UnreachableError
+meet = distributed.meet
 Membership = resolvers.Membership
 
 
@@ -153,13 +153,13 @@ def test_problems_name_processes_and_the_fix(roll, values):
 
 
 def test_address_is_that_of_this_machine():
-    assert addresses.gloo_address("localhost") in ("127.0.0.1", "::1")
-    assert addresses.gloo_address("no.such.host.invalid") is None
-    assert addresses.address_towards("127.0.0.1") == "127.0.0.1"
-    assert addresses.address_towards("no.such.host.invalid") is None
+    assert distributed.gloo_address("localhost") in ("127.0.0.1", "::1")
+    assert distributed.gloo_address("no.such.host.invalid") is None
+    assert distributed.address_towards("127.0.0.1") == "127.0.0.1"
+    assert distributed.address_towards("no.such.host.invalid") is None
     for address, expected in (("127.0.1.1", True), ("::1", True), ("10.0.0.1", False)):
-        assert addresses.is_loopback(address) == expected
-    assert not addresses.is_loopback("fe80::1%eth0")
+        assert distributed.is_loopback(address) == expected
+    assert not distributed.is_loopback("fe80::1%eth0")
 
 
 def host(name, gloo, network="10.0.0.5"):

@@ -11,7 +11,7 @@ import mirror
 from tests.support import fresh, inside
 from tests.support.tables import rows
 
-check_module, child, *_ = inside.doctor()
+check_module, command, *_ = inside.doctor()
 ray_nodes, ray_names = inside.doctor_of_ray()
 distributed, _ = inside.members()
 
@@ -169,7 +169,7 @@ def test_unexpected_errors_are_a_problem_and_end_the_checks(monkeypatch, nodes):
     monkeypatch.setattr(ray_nodes, "Connection", lambda spec: None)
     monkeypatch.setattr(ray_nodes, "check_nodes", fail)
     output = "\n".join(map(json.dumps, ray_nodes.run(1)))
-    checks = list(child.findings(child.ProbeResult(0, output, "")))
+    checks = list(command.findings(command.ProbeResult(0, output, "")))
     assert [check.state for check in checks][-1] == "problem"
     assert checks[-1].name == "nodes"
     assert "no route" in checks[-1].found

@@ -14,7 +14,7 @@ from tests.support import fresh, inside
 from tests.support.messages import assert_message, raises
 from tests.support.tables import rows
 
-launch, _, OptionError = inside.launcher()
+launch, OptionError = inside.launcher()
 FLAG = "--xla_force_host_platform_device_count"
 PRINTS = """
 import json, os, sys

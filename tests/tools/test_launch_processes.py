@@ -16,7 +16,7 @@ from tests.support.messages import assert_message, raises
 from tests.support.tables import rows
 from tests.support.waiting import wait_until
 
-launch, supervisor, OptionError = inside.launcher()
+launch, OptionError = inside.launcher()
 job = inside.starter()
 HANGS_SECS = 900  # ends a launcher that hangs
 HEAD = """
@@ -60,7 +60,7 @@ def runs(tmp_path, monkeypatch, capfd):
         for thread in threads:
             thread.start()
         arguments = ["-S", script(directory, code)]
-        status = supervisor.run(
+        status = launch.run_job(
             arguments, [environment] * processes, restarts=restarts, grace_secs=grace_secs
         )
         for thread in threads:

@@ -8,8 +8,7 @@ from mirror import cli
 from tests.support import fresh, inside
 from tests.support.tables import rows
 
-command, report = inside.doctor_report()
-check_module, child, *_ = inside.doctor()
+check_module, command, *_ = inside.doctor()
 Check = check_module.Check
 
 CHECKS = [
@@ -91,7 +90,7 @@ def test_variables_without_secrets():
         for name, value in VARIABLES.items()
         if value not in (None, "(hidden)")
     }
-    shown = dict(report.variables(environment))
+    shown = dict(command.variables(environment))
     assert shown == {name: value for name, value in VARIABLES.items() if value is not None}
     assert list(shown) == sorted(shown)
 
@@ -111,8 +110,8 @@ PATHS = {  # with HOME=/data/people/ann, of the user ann
 
 @rows("text", list(PATHS))
 def test_paths_have_no_user_names(text, monkeypatch):
-    monkeypatch.setattr(report.getpass, "getuser", lambda: "ann")
-    assert report.without_names(text, {"HOME": "/data/people/ann"}) == PATHS[text]
+    monkeypatch.setattr(command.getpass, "getuser", lambda: "ann")
+    assert command.without_names(text, {"HOME": "/data/people/ann"}) == PATHS[text]
 
 
 @pytest.mark.parametrize("home", ["/", ""])
@@ -120,18 +119,18 @@ def test_container_without_a_user(home, monkeypatch):
     def fail():
         raise KeyError("uid not found")
 
-    monkeypatch.setattr(report.getpass, "getuser", fail)
-    assert report.without_names("/opt/x/y", {"HOME": home}) == "/opt/x/y"
+    monkeypatch.setattr(command.getpass, "getuser", fail)
+    assert command.without_names("/opt/x/y", {"HOME": home}) == "/opt/x/y"
 
 
 @pytest.mark.slow
 def test_inventory_runs_in_a_subprocess(monkeypatch):
     environment = {**fresh.INHERITED, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "3"}
-    devices = child.inventory_in_child(environment)
+    devices = command.inventory_in_child(environment)
     assert [d["name"] for d in devices["logical"]] == [f"/device:CPU:{i}" for i in range(3)]
-    crash = child.ProbeResult(-6, "", "F1121 16:32:02.13    2020 a.cc:234] Check failed: it\n")
-    monkeypatch.setattr(child, "_run_code", lambda code, environment: crash)
-    assert child.inventory_in_child({}) == "ended the process with SIGABRT: Check failed: it"
+    crash = command.ProbeResult(-6, "", "F1121 16:32:02.13    2020 a.cc:234] Check failed: it\n")
+    monkeypatch.setattr(command, "_run_code", lambda code, environment: crash)
+    assert command.inventory_in_child({}) == "ended the process with SIGABRT: Check failed: it"
 
 
 def test_report_and_json_exclude_each_other(capsys):

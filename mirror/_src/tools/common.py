@@ -1,12 +1,20 @@
-"""Error messages and checks that several commands share."""
+"""Host devices, error messages and checks that several commands share."""
 
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
-from mirror._src.base.errors import first_line
+import jax
+
+from mirror._src.base.errors import counted, first_line
 from mirror._src.base.optional import require
 from mirror._src.base.terminal import paint
+from mirror._src.devices import backend
+from mirror._src.devices.host_devices import force_host_devices as force_host_devices
 from mirror._src.tools.options import FAILED, OptionError, report_error
+
+HOST_COUNTS = (1, 2, 4)
+NUM_HOST_DEVICES = HOST_COUNTS[-1]
 
 
 def print_report(text: str) -> None:
@@ -47,3 +55,28 @@ def require_writable(file: Path) -> None:
         ) from None
     if is_new:
         file.unlink()
+
+
+def too_few_devices(
+    command: str, option: str, devices: Sequence[jax.Device], fixed_by: str | None
+) -> OptionError:
+    """Returns the error for a `--devices` option that exceeds the available devices.
+
+    Args:
+        command: The command, such as `"bench"`.
+        option: Value of the option.
+        devices: The available devices, all of one type.
+        fixed_by: The setting that fixes the number of host devices.
+    """
+    kind, num_devices = backend.type_of(devices[0]), len(devices)
+    available = counted(num_devices, f"{kind} device")
+    problem = f"--devices {option}: only {available} available, {backend.names(devices)}."
+    if kind == "CPU":
+        return OptionError(
+            f"{problem} Their number is set by {fixed_by}. Unset it, or request at most "
+            f"{num_devices}."
+        )
+    return OptionError(
+        f"{problem} Request at most {num_devices}, or run on host devices: "
+        f"JAX_PLATFORMS=cpu mirror {command} --devices {option}"
+    )

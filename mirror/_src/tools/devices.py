@@ -17,8 +17,8 @@ from mirror._src.devices.names import LogicalDevice, PhysicalDevice
 from mirror._src.devices.physical import gpu_of, how_to_list, list_physical_devices
 from mirror._src.devices.resolve import canonicalize_device
 from mirror._src.inspection.placement_table import physical_name
+from mirror._src.tools.doctor.environment import installed_versions
 from mirror._src.tools.options import FAILED, report_error
-from mirror._src.tools.versions import installed_versions
 
 _JAX_DEFAULTS = {"memory growth": "False", "memory fraction": "0.75"}
 _CUDA_VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -21,10 +21,10 @@ from mirror._src.tools.options import FAILED, USAGE_ERROR, add_commands, report_
 from mirror._version import __version__
 
 _MODULES = {
-    "demo": "demo.command",
+    "demo": "demo",
     "devices": "devices",
-    "bench": "bench.command",
-    "estimate-memory": "estimate.command",
+    "bench": "bench",
+    "estimate-memory": "estimate_memory",
     "doctor": "doctor.command",
 }
 _HOST_DEVICES = "JAX_NUM_CPU_DEVICES"

@@ -15,8 +15,8 @@ from mirror._src.devices.startup import starting
 from mirror._src.strategy.mirrored import MirroredStrategy
 from mirror._src.tools import devices as inventory
 from mirror._src.tools.builtin_steps import make_builtin_step
+from mirror._src.tools.common import NUM_HOST_DEVICES, force_host_devices
 from mirror._src.tools.doctor.check import Check, Problem, State, run_steps
-from mirror._src.tools.host_devices import NUM_HOST_DEVICES, force_host_devices
 
 BACKEND, POOL, ALL_REDUCE, STEP = "JAX's backend", "host threads", "all-reduce", "training step"
 _ALL_REDUCE_SECS = 30.0

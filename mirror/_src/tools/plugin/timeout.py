@@ -18,8 +18,7 @@ from collections.abc import Generator, Iterator
 import pytest
 
 from mirror._src.tools.plugin import member
-from mirror._src.tools.plugin.marks import mark_keywords, runs_elsewhere
-from mirror._src.tools.plugin.settings import MARKED_SECS, SETTINGS
+from mirror._src.tools.plugin.marks import MARKED_SECS, SETTINGS, mark_keywords, runs_elsewhere
 
 _LAUNCHES = "mirror._src.devices.launches"
 GRACE_SECS = 5.0  # time for the report, after which faulthandler ends the process

@@ -1,30 +1,51 @@
-"""Traces the function that makes a workload, so that its arrays have shapes but no memory."""
+"""`mirror estimate-memory`: estimates the bytes per device of a step without executing it."""
 
+import argparse
 import contextlib
+import json
 import linecache
 import os
+import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 
-from mirror._src.base.errors import describe
+from mirror._src.base import interrupts
+from mirror._src.base.errors import bytes_in_words, counted, describe
 from mirror._src.base.source_lines import is_users, place
-from mirror._src.base.types import StepFunction
+from mirror._src.base.tables import Table
+from mirror._src.base.terminal import wrap
+from mirror._src.base.types import Shard, StepFunction
 from mirror._src.data.batches import shape_on_devices
 from mirror._src.data.source import DistributedDatasetBase
+from mirror._src.devices import backend, startup
+from mirror._src.devices.described import GpuCompilerError, described_gpus
 from mirror._src.devices.unstacked import UnstackedArrays
+from mirror._src.engine.all_reduce import AllReduce
 from mirror._src.engine.arguments import hoist_nested
 from mirror._src.engine.closures import STORED, referenced_variables
 from mirror._src.engine.examined import ArrayEscapedError
 from mirror._src.engine.per_replica import per_replica
+from mirror._src.inspection.memory import memory_report
+from mirror._src.inspection.memory_report import MemoryReport, memory_table
 from mirror._src.inspection.trial_objects import with_objects
 from mirror._src.jaxprs.trace import abstract, struct_of
+from mirror._src.strategy.mirrored import MirroredStrategy
 from mirror._src.strategy.strategy import Strategy
-from mirror._src.tools.bench.workload import MakeWorkload, Workload, WorkloadError
+from mirror._src.tools.common import (
+    HOST_COUNTS,
+    force_host_devices,
+    print_report,
+    report_step_failure,
+    too_few_devices,
+)
+from mirror._src.tools.options import USAGE_ERROR, OptionError, report_error
+from mirror._src.tools.workload import MakeWorkload, Workload, WorkloadError, workload_of
 
 # Raised by JAX if a value is read while tracing: as a number, a flag, an index or a NumPy array.
 _VALUE_READ_ERRORS = (
@@ -34,6 +55,7 @@ _VALUE_READ_ERRORS = (
 )
 
 _NUMPY = os.path.dirname(np.__file__) + os.sep
+_GPU_COUNTS = (1, 8)
 
 
 class AbstractWorkload(NamedTuple):
@@ -200,3 +222,189 @@ def _line(error: BaseException) -> str:
             where = place(frame.filename, frame.lineno)
             return f"{where}: {code}" if code else where
     return "an unknown line"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Estimate of a step on one number of devices.
+
+    Attributes:
+        report: Bytes per device.
+        allocated_bytes: Bytes that the user's function allocated on devices.
+    """
+
+    report: MemoryReport
+    allocated_bytes: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes per device of a step that was not executed.
+
+    Attributes:
+        step: Name of the step.
+        weak: Whether the batch is the same per replica, rather than in total.
+        rows: One row per number of devices, in increasing order.
+    """
+
+    step: str
+    weak: bool
+    rows: tuple[Row, ...]
+
+    @property
+    def reports(self) -> list[MemoryReport]:
+        """One report per number of devices."""
+        return [row.report for row in self.rows]
+
+    @property
+    def heading(self) -> str:
+        """One line that says what was estimated."""
+        batch = "the same batch per replica" if self.weak else "the same global batch"
+        return f"{self.step}: estimated bytes per device, {batch}; nothing was executed"
+
+    @property
+    def table(self) -> Table:
+        """One row per number of devices."""
+        return memory_table(self.reports)
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences that explain the figures."""
+        notes = list(dict.fromkeys(note for report in self.reports for note in report.notes[:2]))
+        notes += self.reports[-1].notes[2:]
+        notes.append(
+            "The peak estimate is the sum of all rows, an upper bound: not all arrays are alive at "
+            "the same time."
+        )
+        allocated = max(row.allocated_bytes for row in self.rows)
+        if allocated:
+            notes.append(
+                f"{self.step} allocated {bytes_in_words(allocated)} on devices. Arrays created "
+                "inside the function with jax.numpy or jax.random take no memory."
+            )
+        return notes
+
+    def __str__(self) -> str:
+        last = self.reports[-1]
+        on = counted(len(last.devices), "device")
+        detail = f"on {on}:\n{last.table}\n\n{last.advice}"
+        return wrap("\n\n".join([self.heading, str(self.table), detail, "\n".join(self.notes)]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the estimate as numbers, text and lists, for JSON."""
+        return {
+            "step": self.step,
+            "scaling": "weak" if self.weak else "strong",
+            "jax": jax.__version__,
+            "rows": [
+                {**row.report.to_dict(), "allocated_bytes": row.allocated_bytes}
+                for row in self.rows
+            ],
+            "notes": self.notes,
+        }
+
+
+def estimate_row(
+    text: str, make: MakeWorkload, strategy: Strategy, donate_argnums: Sequence[int] = ()
+) -> Row:
+    """Returns the bytes per device of a workload on the devices of a strategy; executes nothing.
+
+    Args:
+        text: The user's name for the workload, for messages.
+        make: Makes the workload; see `workload_of`.
+        strategy: The step is compiled for its devices; no array is placed on them.
+        donate_argnums: As in `strategy.run`.
+
+    Raises:
+        WorkloadError: If `make` or its step reads the value of an array.
+        ReplicaDivergenceError: If `strategy.run` would raise it.
+    """
+    step, args, types, allocated = without_arrays(text, make, strategy)
+    with escapes_explained(text):
+        examined = strategy._runner.examined_without_arrays(
+            step, args, types, tuple(donate_argnums)
+        )
+    return Row(memory_report(examined, strategy._replicas), allocated)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
+    try:
+        strategies = _strategies(
+            parsed.devices,
+            parsed.replicas_per_device,
+            shard=parsed.shard,
+            gpu=parsed.gpu,
+        )
+        make = workload_of(parsed.step, parsed.batch_size, parsed.weak)
+        rows = []
+        for strategy in strategies:
+            interrupts.check()
+            kind = f"{parsed.gpu} GPU" if parsed.gpu else "device"
+            on = counted(len(dict.fromkeys(strategy.devices)), kind)
+            print(f"compiling {parsed.step} for {on}", file=sys.stderr, flush=True)
+            rows.append(estimate_row(parsed.step, make, strategy, parsed.donate))
+    except (OptionError, WorkloadError, GpuCompilerError) as error:
+        return report_error("estimate-memory", str(error), USAGE_ERROR)
+    except Exception as error:
+        return report_step_failure("estimate-memory", parsed.step, error)
+    estimate = Estimate(parsed.step, parsed.weak, tuple(rows))
+    if parsed.json:
+        print(json.dumps(estimate.to_dict(), indent=2))
+    else:
+        print_report(str(estimate))
+    return 0
+
+
+def _strategies(
+    wanted: tuple[int, ...] | None,
+    replicas_per_device: int,
+    *,
+    shard: Shard,
+    gpu: str | None = None,
+) -> list[MirroredStrategy]:
+    """Returns a strategy per number of devices.
+
+    Raises:
+        OptionError: If there are not enough host devices because their number is fixed.
+        GpuCompilerError: If this machine cannot compile for the model `gpu`.
+    """
+    # The default cross-device ops would run a test of the all-reduce on accelerators.
+    return [
+        MirroredStrategy(
+            devices,
+            AllReduce(),
+            replicas_per_device=replicas_per_device,
+            shard=shard,
+        )
+        for devices in (_found(wanted) if gpu is None else _described(gpu, wanted))
+    ]
+
+
+def _described(gpu: str, wanted: tuple[int, ...] | None) -> list[tuple[jax.Device, ...]]:
+    """Returns the devices per number of GPUs of a model, which need not exist.
+
+    Raises:
+        GpuCompilerError: If this machine cannot compile for the model.
+    """
+    if not startup.started():  # JAX would start the real GPUs, or log an error
+        jax.config.update("jax_platforms", "cpu")
+    return [described_gpus(gpu, count) for count in wanted or _GPU_COUNTS]
+
+
+def _found(wanted: tuple[int, ...] | None) -> list[tuple[jax.Device, ...]]:
+    """Returns the devices per number of devices: accelerators if there are enough, else CPUs.
+
+    Raises:
+        OptionError: If there are not enough host devices because their number is fixed.
+    """
+    fixed_by = force_host_devices(max(wanted or HOST_COUNTS))
+    devices = backend.default_devices()
+    if wanted is None:
+        is_on_host = backend.type_of(devices[0]) == "CPU"
+        wanted = HOST_COUNTS if is_on_host else tuple(sorted({1, len(devices)}))
+        wanted = tuple(count for count in wanted if count <= len(devices))
+    host = backend.devices_of_type("CPU")
+    if max(wanted) > max(len(devices), len(host)):
+        raise too_few_devices("estimate-memory", ",".join(map(str, wanted)), host, fixed_by)
+    return [(devices if count <= len(devices) else host)[:count] for count in wanted]
