@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 from unittest import mock
 
-from mirror._src.cluster import agreement, consensus, preflight, store
+from mirror._src.cluster import agreement, consensus, start, store
 from mirror._src.training import agreed_stop
 
 _SECS = 60.0
@@ -151,7 +151,7 @@ def comparison_at_start(num_processes: int, devices: int) -> Messages:
     mine = {"devices": f"{devices} x GPU", "ids": ids}
 
     def act() -> None:
-        preflight.require_same_settings(time.monotonic() + _SECS)
+        start.require_same_settings(time.monotonic() + _SECS)
         consensus.gather("devices", mine, time.monotonic() + _SECS)
 
     return _count(num_processes, act)

@@ -1,8 +1,8 @@
 """Jobs of several processes: how they find each other, and which of them this one is."""
 
 from mirror._src.base.unknown_names import explain_unknown_names as _explain_unknown_names
-from mirror._src.cluster.cluster import ClusterSpec as ClusterSpec
 from mirror._src.cluster.resolvers import ClusterResolver as ClusterResolver
+from mirror._src.cluster.resolvers import ClusterSpec as ClusterSpec
 from mirror._src.cluster.resolvers import SimpleClusterResolver as SimpleClusterResolver
 from mirror._src.cluster.resolvers import SlurmClusterResolver as SlurmClusterResolver
 from mirror._src.cluster.resolvers import TFConfigClusterResolver as TFConfigClusterResolver

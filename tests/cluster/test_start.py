@@ -12,7 +12,7 @@ from tests.support import fresh, inside, processes
 from tests.support.messages import assert_message, raises
 from tests.support.tables import rows
 
-start, preflight = inside.start_and_preflight()
+start = inside.start_of_job()
 
 ADDRESS = "127.0.0.1:1"
 WORKER_1 = {"type": "worker", "index": 1}
@@ -106,7 +106,7 @@ def test_initialize_joins_reads_settings_and_may_be_called_twice():
         mirror.distributed.initialize()
         assert mirror.distributed.process_count() == 2
         from tests.support import inside
-        start, _ = inside.start_and_preflight()
+        start = inside.start_of_job()
         assert not inside.has_started(), "joining a job starts no backend"
         assert start.agreement_secs() == 9
         strategy = mirror.MultiWorkerMirroredStrategy()
@@ -177,14 +177,14 @@ def test_different_settings_are_named_by_all():
 def test_different_versions_are_named(monkeypatch):
     """The versions of three processes, of which the second differs."""
     said = [{"mirror": v, "jax": "1"} for v in ("0.2", "0.1", "0.2")]
-    monkeypatch.setattr(preflight, "gather", lambda name, mine, deadline: said)
+    monkeypatch.setattr(start, "gather", lambda name, mine, deadline: said)
     with raises(
         RuntimeError,
         names="mirror",
         values=["0.2 on processes 0, 2", "0.1 on process 1"],
         fix="versions",
     ):
-        preflight.require_same_settings(0.0)
+        start.require_same_settings(0.0)
 
 
 @pytest.mark.nightly
@@ -192,11 +192,11 @@ def test_a_process_that_says_nothing_is_named():
     code = """
         import time, mirror
         from tests.support import inside
-        _, preflight = inside.start_and_preflight()
+        start = inside.start_of_job()
         mirror.distributed.initialize()
         if mirror.distributed.is_chief():
             try:
-                preflight.gather("test", {}, time.monotonic() + 2)
+                start.gather("test", {}, time.monotonic() + 2)
             except RuntimeError as error:
                 print(error)
         mirror.distributed.barrier("end", 30)

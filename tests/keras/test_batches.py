@@ -16,12 +16,12 @@ from tests.support.strategies import cpu_strategy
 @pytest.fixture
 def accelerators(monkeypatch):
     """Makes batches take the host devices for accelerators."""
-    monkeypatch.setattr(inside.keras_batches(), "type_of", lambda device: "GPU")
+    monkeypatch.setattr(inside.keras_step(), "type_of", lambda device: "GPU")
 
 
 def placer(n=2, kind="train"):
     devices = tuple(jax.devices("cpu")[1 : n + 1])
-    return inside.keras_batches().BatchPlacer(inside.replica_devices()(devices), kind)
+    return inside.keras_step().BatchPlacer(inside.replica_devices()(devices), kind)
 
 
 def rows(sizes, taken):

@@ -1069,7 +1069,7 @@ _OF_VARIABLES = (
 _OF_DATA = (
     Fault(
         "the padded size of a batch that needs none",
-        "mirror/_src/data/remainder.py",
+        "mirror/_src/data/batches.py",
         "return max(-(-first_size // divisor) * divisor, divisor)",
         "return (first_size // divisor + 1) * divisor",
         ("tests/data/test_distribute.py",),
@@ -1085,7 +1085,7 @@ _OF_DATA = (
     ),
     Fault(
         "padding of zeros, on which a loss may be NaN",
-        "mirror/_src/data/remainder.py",
+        "mirror/_src/data/batches.py",
         'mode="edge" if len(leaf) else "constant"',
         'mode="constant"',
         ("tests/data/test_distribute.py", "tests/training/test_objective.py"),
@@ -1093,7 +1093,7 @@ _OF_DATA = (
     ),
     Fault(
         "a first batch that is dropped",
-        "mirror/_src/data/remainder.py",
+        "mirror/_src/data/batches.py",
         'if remainder == "error" or batch.number == 0:',
         'if remainder == "error":',
         ("tests/data/test_distribute.py",),
@@ -1140,7 +1140,7 @@ _OF_DATA = (
     ),
     Fault(
         "a batch that a look at the data consumes",
-        "mirror/_src/data/states.py",
+        "mirror/_src/data/source.py",
         "if peeked and not self.is_restored:",
         "if False:",
         ("tests/data/test_distribute.py",),

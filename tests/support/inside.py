@@ -29,8 +29,7 @@ from mirror._src.base import (
     tracebacks,
 )
 from mirror._src.base.tables import Table
-from mirror._src.cluster import agreement, consensus, preflight, resolvers, start, store
-from mirror._src.cluster import cluster as distributed_cluster
+from mirror._src.cluster import agreement, consensus, resolvers, start, store
 from mirror._src.cluster import failures as distributed_failures
 from mirror._src.cluster import ledger as distributed_ledger
 from mirror._src.data import batches as data_batches
@@ -73,7 +72,6 @@ from mirror._src.inspection import explanation as explain_report
 from mirror._src.inspection import measurement as trial
 from mirror._src.inspection import memory as explain_memory
 from mirror._src.inspection import memory_report, peers, timing, verify, watch
-from mirror._src.keras import batches as keras_batch_module
 from mirror._src.keras import hooks as keras_hook_module
 from mirror._src.keras import step_function as keras_steps
 from mirror._src.ps import driver_thread, ray_cluster, server, tethered
@@ -236,13 +234,8 @@ def keras_hooks() -> tuple[ModuleType, ModuleType]:
     return keras_hook_module, keras_library
 
 
-def keras_batches() -> ModuleType:
-    """How batches of Keras are placed: accelerators, which tests do not have, read ahead."""
-    return keras_batch_module
-
-
 def keras_step() -> ModuleType:
-    """The launches of Keras steps: users cannot see whether one was announced as compiling."""
+    """The launches and batches of Keras steps, to see which compile, and as on accelerators."""
     return keras_steps
 
 
@@ -527,9 +520,9 @@ def consensus_of_processes() -> ModuleType:
     return consensus
 
 
-def start_and_preflight() -> tuple[ModuleType, ModuleType]:
+def start_of_job() -> ModuleType:
     """How a process joins a job, and what it says first: a user has one process at a time."""
-    return start, preflight
+    return start
 
 
 def connect(replicas: Any) -> None:
@@ -639,9 +632,9 @@ def drivers() -> ModuleType:
     return physical
 
 
-def members() -> tuple[ModuleType, ModuleType]:
+def members() -> ModuleType:
     """The places of processes in a job, which resolvers find for users."""
-    return distributed_cluster, resolvers
+    return resolvers
 
 
 def gpu_settings() -> tuple[ModuleType, ModuleType, ModuleType]:

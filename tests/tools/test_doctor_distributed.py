@@ -24,7 +24,7 @@ from tests.support.waiting import wait_until
 distributed = inside.doctor_of_jobs()
 check_module, command, *_ = inside.doctor()
 Problem = check_module.Problem
-_, resolvers = inside.members()
+resolvers = inside.members()
 store = inside.messages()
 ProbeResult, findings = command.ProbeResult, command.findings
 Rendezvous, UnreachableError = distributed.Rendezvous, distributed.UnreachableError

@@ -13,7 +13,7 @@ from tests.support.tables import rows
 
 check_module, command, *_ = inside.doctor()
 ray_nodes, ray_names = inside.doctor_of_ray()
-distributed, _ = inside.members()
+resolvers = inside.members()
 
 JOBS = {"chief": ["host0:1"], "ps": ["host1:1"], "worker": ["host2:1", "host3:1"]}
 SPEC = mirror.distributed.ClusterSpec(JOBS)
@@ -46,7 +46,7 @@ def problem(check, *arguments):
 
 
 def task_node(job, number):
-    resource = ray_names.resource_of(distributed.ClusterTask(job, number))
+    resource = ray_names.resource_of(resolvers.ClusterTask(job, number))
     return Node(f"{job}{number}", **{resource: 1.0})
 
 
@@ -98,7 +98,7 @@ def test_missing_tasks_are_named_with_addresses(nodes):
     assert "host3:1" in check.found
     assert "host2:1" not in check.found
     assert "'worker', 1" in check.fix
-    resource = ray_names.resource_of(distributed.ClusterTask("worker", 1))
+    resource = ray_names.resource_of(resolvers.ClusterTask("worker", 1))
     nodes.append(Node("gone", alive=False, **{resource: 1.0}))
     problem(ray_nodes.check_tasks, SPEC, 0)
     nodes.append(task_node("worker", 1))

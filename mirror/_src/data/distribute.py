@@ -10,24 +10,27 @@ from mirror._src.base.errors import counted, describe, expected
 from mirror._src.base.modules import set_module
 from mirror._src.base.naming import keys
 from mirror._src.base.types import PyTree
-from mirror._src.data.batches import array_of, host_batch, host_batches, shape_on_devices
-from mirror._src.data.foreign import advice, is_array
-from mirror._src.data.input import InputMode, Inspect, Pass, Plan
-from mirror._src.data.local_input import require_own_shard
-from mirror._src.data.padded import PaddedDataset
-from mirror._src.data.remainder import (
+from mirror._src.data.batches import (
     Remainder,
+    array_of,
+    host_batch,
+    host_batches,
     is_kept,
     nearest_multiples,
     padded_size,
     require_remainder,
+    shape_on_devices,
 )
+from mirror._src.data.foreign import advice, is_array
+from mirror._src.data.input import InputMode, Inspect, Pass, Plan
+from mirror._src.data.local_input import require_own_shard
+from mirror._src.data.padded import PaddedDataset
 from mirror._src.data.source import (
     B,
     DistributedDatasetBase,
     Source,
+    StatefulPass,
 )
-from mirror._src.data.states import StatefulPass
 from mirror._src.data.step_exchange import Form
 from mirror._src.devices.narrowing import require_fits
 from mirror._src.devices.replicas import ReplicaDevices

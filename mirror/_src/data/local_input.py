@@ -17,7 +17,7 @@ from mirror._src.base.naming import warn_user
 from mirror._src.base.types import PyTree
 from mirror._src.cluster import store
 from mirror._src.data.arrays import ArrayDataset
-from mirror._src.data.batches import HostBatch, shape_on_devices
+from mirror._src.data.batches import HostBatch, grown, padded_size, reject_keys, shape_on_devices
 from mirror._src.data.foreign import taken
 from mirror._src.data.input import (
     InputBatch,
@@ -25,12 +25,12 @@ from mirror._src.data.input import (
     Plan,
     StartPass,
     T,
+    checksum,
+    name_dataset,
     require_none_left,
     warn_of_dropped,
     with_full,
 )
-from mirror._src.data.remainder import grown, padded_size, reject_keys
-from mirror._src.data.same_batches import checksum, name_dataset
 from mirror._src.data.step_exchange import Form, Step, StepExchange, close_at_exit
 from mirror._src.devices.replicas import ReplicaDevices
 

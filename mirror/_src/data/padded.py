@@ -13,14 +13,19 @@ from mirror._src.base.errors import describe, require_int
 from mirror._src.base.types import PyTree
 from mirror._src.cluster import store
 from mirror._src.data.arrays import ArrayDataset
-from mirror._src.data.batches import HostBatch, host_batch, host_batches, shape_on_devices
+from mirror._src.data.batches import (
+    HostBatch,
+    host_batch,
+    host_batches,
+    padded_size,
+    shape_on_devices,
+)
 from mirror._src.data.input import InputBatch, Pass, Plan
-from mirror._src.data.remainder import padded_size
 from mirror._src.data.source import (
     DistributedDatasetBase,
     Source,
+    StatefulPass,
 )
-from mirror._src.data.states import StatefulPass
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 

@@ -16,8 +16,7 @@ from typing import NamedTuple, final
 from mirror._src.base import clock
 from mirror._src.base.source_lines import is_users, place
 from mirror._src.cluster import store
-from mirror._src.cluster.preflight import processes
-from mirror._src.cluster.start import heartbeat_secs
+from mirror._src.cluster.start import heartbeat_secs, processes
 from mirror._src.devices import launches
 from mirror._src.devices.launches import Launch
 from mirror._src.inspection.stall_report import PEERS_THREAD_NAME, in_words

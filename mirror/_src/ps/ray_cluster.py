@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, final
 
 from mirror._src.base.errors import first_line
 from mirror._src.base.optional import require
-from mirror._src.cluster.cluster import ClusterSpec, ClusterTask
+from mirror._src.cluster.resolvers import ClusterSpec, ClusterTask
 from mirror._src.ps.server import (
     TOKEN,
     Server,

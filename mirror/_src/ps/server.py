@@ -19,8 +19,7 @@ from mirror._src.base.interrupts import arriving
 from mirror._src.base.modules import set_module
 from mirror._src.base.optional import describe_missing
 from mirror._src.base.tracebacks import api_boundary
-from mirror._src.cluster.cluster import ClusterSpec, ClusterTask, Jobs
-from mirror._src.cluster.resolvers import ClusterResolver
+from mirror._src.cluster.resolvers import ClusterResolver, ClusterSpec, ClusterTask, Jobs
 from mirror._src.ps import tethered
 
 JOBS = ("chief", "ps", "worker")
@@ -84,7 +83,7 @@ def head_address(spec: ClusterSpec) -> str:
 def resource_of(task: ClusterTask) -> str:
     """Returns the name of the Ray resource that the node of a task has one of.
 
-    >>> from mirror._src.cluster.cluster import ClusterTask
+    >>> from mirror._src.cluster.resolvers import ClusterTask
     >>> resource_of(ClusterTask("ps", 0))
     'mirror:ps:0'
     """

@@ -13,8 +13,7 @@ from mirror._src.base.errors import bytes_in_words, counted, expected, require_i
 from mirror._src.base.modules import set_module
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.unknown_names import unknown_attribute
-from mirror._src.cluster.cluster import ClusterSpec, Jobs
-from mirror._src.cluster.resolvers import ClusterResolver
+from mirror._src.cluster.resolvers import ClusterResolver, ClusterSpec, Jobs
 from mirror._src.devices import backend
 from mirror._src.ps import ray_cluster
 from mirror._src.ps.driver_thread import DriverThread

@@ -15,8 +15,8 @@ from mirror._src.base.modules import set_module
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.types import REPLICA_AXIS
 from mirror._src.cluster import start, store
-from mirror._src.cluster.preflight import visible_devices
 from mirror._src.cluster.resolvers import ClusterResolver
+from mirror._src.cluster.start import visible_devices
 from mirror._src.devices import backend
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.all_reduce import AllReduce

@@ -24,9 +24,8 @@ import numpy as np
 from mirror._src.base.errors import counted, first_line
 from mirror._src.base.types import Array
 from mirror._src.cluster import consensus, store
-from mirror._src.cluster.preflight import processes
 from mirror._src.cluster.resolvers import Membership
-from mirror._src.cluster.start import initialize, resolver_of_environment
+from mirror._src.cluster.start import initialize, processes, resolver_of_environment
 from mirror._src.devices import backend
 from mirror._src.devices.collective_check import known_rows, run_in_threads, wrong_sum
 from mirror._src.engine.per_replica import PerReplica

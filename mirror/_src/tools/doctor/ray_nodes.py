@@ -12,8 +12,7 @@ import numpy as np
 
 from mirror._src.base.errors import bytes_in_words, counted, first_line
 from mirror._src.base.optional import describe_missing, version_of
-from mirror._src.cluster.cluster import ClusterSpec, ClusterTask
-from mirror._src.cluster.resolvers import TFConfigClusterResolver
+from mirror._src.cluster.resolvers import ClusterSpec, ClusterTask, TFConfigClusterResolver
 from mirror._src.ps.ray_cluster import Connection, import_ray
 from mirror._src.ps.server import JOBS, answers, cluster_of, head_address, resource_of
 from mirror._src.tools.doctor.check import Check, Problem, run_steps
