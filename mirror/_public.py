@@ -41,7 +41,7 @@ from mirror._src.strategy.strategy import Strategy as Strategy
 from mirror._src.strategy.strategy import ValueContext as ValueContext
 from mirror._src.training.checkpoints.directory import load_checkpoint as load_checkpoint
 from mirror._src.training.history import History as History
-from mirror._src.training.loss_scale import LossScale as LossScale
 from mirror._src.training.metric import Metric as Metric
+from mirror._src.training.metric import Weighted as Weighted
+from mirror._src.training.precision import LossScale as LossScale
 from mirror._src.training.trainer import Trainer as Trainer
-from mirror._src.training.weighted import Weighted as Weighted

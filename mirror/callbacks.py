@@ -13,10 +13,10 @@ from mirror._src.training.callbacks.logs import LearningRate as LearningRate
 from mirror._src.training.callbacks.logs import Log as Log
 from mirror._src.training.callbacks.logs import Profiler as Profiler
 from mirror._src.training.callbacks.logs import TensorBoard as TensorBoard
+from mirror._src.training.callbacks.logs import Throughput as Throughput
 from mirror._src.training.callbacks.progress_bar import ProgressBar as ProgressBar
 from mirror._src.training.callbacks.stopping import EarlyStopping as EarlyStopping
 from mirror._src.training.callbacks.stopping import NaNGuard as NaNGuard
-from mirror._src.training.callbacks.throughput import Throughput as Throughput
 from mirror._src.training.callbacks.trackers import Tracker as Tracker
 from mirror._src.training.loop import FitLoop as FitLoop
 

@@ -79,17 +79,17 @@ def test_imports_have_no_cycles():
 BUDGETS = {
     "base": Size(1041, 24, 14),
     "devices": Size(2117, 25, 26),
-    "cluster": Size(1112, 9, 20),
+    "cluster": Size(1112, 7, 20),
     "jaxprs": Size(3160, 26, 30),
     "passes": Size(2678, 21, 34),
     "engine": Size(5347, 56, 70),
     "inspection": Size(2095, 17, 23),
-    "data": Size(1433, 13, 25),
-    "keras": Size(525, 7, 5),
+    "data": Size(1433, 10, 25),
+    "keras": Size(525, 5, 5),
     "strategy": Size(1000, 8, 8),
-    "training": Size(5562, 38, 64),
+    "training": Size(5562, 32, 64),
     "ps": Size(3567, 20, 67),
-    "tools": Size(3085, 41, 32),
+    "tools": Size(3086, 24, 32),
 }
 
 

@@ -1410,7 +1410,7 @@ _OF_TRAINING = (
     ),
     Fault(
         "a loss scale that grows too late",
-        f"{_TRAINING}/loss_scale.py",
+        f"{_TRAINING}/precision.py",
         "grows = steps >= self.growth_interval",
         "grows = steps > self.growth_interval",
         ("tests/training/test_loss_scale.py",),
@@ -1418,7 +1418,7 @@ _OF_TRAINING = (
     ),
     Fault(
         "finite steps that an overflow does not reset",
-        f"{_TRAINING}/loss_scale.py",
+        f"{_TRAINING}/precision.py",
         "jnp.where(finite & ~grows, steps, 0)",
         "jnp.where(~grows, steps, 0)",
         ("tests/training/test_loss_scale.py",),
@@ -1693,7 +1693,7 @@ _OF_CHECKPOINTS = (
     ),
     Fault(
         "two processes that write to one directory",
-        f"{_CHECKPOINTS}/writer_lock.py",
+        f"{_CHECKPOINTS}/store.py",
         "fcntl.LOCK_EX | fcntl.LOCK_NB",
         "fcntl.LOCK_SH | fcntl.LOCK_NB",
         ("tests/chaos/test_checkpoint_faults.py",),

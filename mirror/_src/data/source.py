@@ -24,6 +24,7 @@ from mirror._src.engine.per_replica import PerReplica, per_replica
 
 _MOST_SENT = 2**16  # bytes of JSON, for each step of a local input
 B = TypeVar("B")
+"""A batch, whose leaves are `PerReplica` values on the replicas."""
 
 
 @final
@@ -228,9 +229,6 @@ class Source:
     def _require_batches_left(self) -> None:
         if self._is_exhausted:
             raise ValueError(f"The dataset is an exhausted iterator. {self._fix}")
-
-
-"""A batch, whose leaves are `PerReplica` values on the replicas."""
 
 
 class DistributedDatasetBase(abc.ABC, Generic[B]):

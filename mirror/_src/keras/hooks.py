@@ -27,6 +27,7 @@ METHODS = ["fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "pre
 _MOST = 64  # a longer list is data, not a structure of inputs
 KINDS = ("train", "test", "predict")
 _hooked: Any = None
+"""The class of models that has the hooks."""
 
 
 def checking(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,9 +73,6 @@ def _require_global(method: str, name: str, leaf: Any) -> None:
             f"model.{method}(x, y, batch_size={leaf.batch_size}). mirror.data is for "
             "mirror.Trainer and strategy.distribute_dataset."
         )
-
-
-"""The class of models that has the hooks."""
 
 
 def enter_scope(strategy: object, replicas: ReplicaDevices) -> None:

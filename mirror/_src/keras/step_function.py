@@ -1,4 +1,4 @@
-"""The functions that `fit`, `evaluate` and `predict` of Keras call for each step, and their batches."""
+"""The functions that `fit`, `evaluate` and `predict` call for each step, and their batches."""
 
 import contextlib
 import itertools
@@ -25,6 +25,8 @@ from mirror._src.keras.owners import Owner
 from mirror._src.passes.lower.table import lowered, rules_for
 
 _last_step: ContextVar[list[Any] | None] = ContextVar("_last_step", default=None)
+"""The last step of the innermost open loop: its step function, the state that it takes and donates,
+and its results and the new state, when it has been launched. Empty before the first."""
 
 
 class BatchPlacer:
@@ -140,10 +142,6 @@ def _array(name: str, leaf: Any) -> Any:
     if is_per_replica(leaf):
         raise TypeError(f"{name} is a PerReplica. {GLOBAL_BATCHES}")
     return array_of(name, leaf)
-
-
-"""The last step of the innermost open loop: its step function, the state that it takes and donates,
-and its results and the new state, when it has been launched. Empty before the first."""
 
 
 @contextlib.contextmanager

@@ -20,9 +20,9 @@ from mirror._src.data.padded import PaddedBatch, PaddedDataset
 from mirror._src.training.agreed_stop import AgreedStop, Cause, Request
 from mirror._src.training.history import History
 from mirror._src.training.inputs import NO_DATA, Stream
-from mirror._src.training.loss_scale import stuck
 from mirror._src.training.mistakes import bytes_of, labels_in, wrong_numbers
 from mirror._src.training.objective import LOSS, Sums
+from mirror._src.training.precision import stuck
 from mirror._src.training.progress import Position, StepMetrics, in_order
 from mirror._src.training.runners import StepRunner
 

@@ -13,7 +13,7 @@ from mirror._src.base.naming import name_of, warn_user
 from mirror._src.base.types import Array, PyTree
 from mirror._src.engine.example_mask import masking
 from mirror._src.training.losses import Metrics, name_in_table
-from mirror._src.training.metric import Metric
+from mirror._src.training.metric import Metric, Weighted
 from mirror._src.training.mistakes import describes_batch
 from mirror._src.training.named_loss import (
     Labels,
@@ -24,7 +24,6 @@ from mirror._src.training.named_loss import (
     require_loss_function,
 )
 from mirror._src.training.precision import Precision, is_half, widened
-from mirror._src.training.weighted import Weighted
 
 _BASE = 256
 _MOST_EXACT = 2**24  # float32 has all integers up to it

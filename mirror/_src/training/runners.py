@@ -19,8 +19,8 @@ from mirror._src.inspection.verify import VerifyReport, exact_products, verify
 from mirror._src.jaxprs.equations import equations
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training import steps
-from mirror._src.training.loss_scale import LossScale
 from mirror._src.training.objective import LOSS, Objective, Sums, number_of
+from mirror._src.training.precision import LossScale
 from mirror._src.training.progress import MOST_RUNNING
 
 _LOOPS = {"scan", "while"}

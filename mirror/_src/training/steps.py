@@ -25,10 +25,9 @@ from mirror._src.base.types import Array, PyTree
 from mirror._src.engine.all_reduce import AllReduce
 from mirror._src.engine.example_mask import masking
 from mirror._src.strategy.mirrored import get_replica_context
-from mirror._src.training.loss_scale import SCALE, SKIPPED, LossScale, Snapshot
 from mirror._src.training.mistakes import describes_batch, require_transformation
 from mirror._src.training.objective import LOSS, Objective, Sums, as_float, carried, fit_floats
-from mirror._src.training.precision import Precision, widened
+from mirror._src.training.precision import SCALE, SKIPPED, LossScale, Precision, Snapshot, widened
 
 Gradients = tuple[list[PyTree], Sums]
 """The gradient of the loss, or of the values and of the weights of a `Weighted` loss; the sums."""

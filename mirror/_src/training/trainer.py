@@ -47,9 +47,7 @@ from mirror._src.training.inputs import (
     whole_pass,
 )
 from mirror._src.training.loop import FitLoop
-from mirror._src.training.loss_scale import SCALE, LossScale, LossScaleArgument, loss_scale_of
 from mirror._src.training.losses import LossName, Metrics
-from mirror._src.training.metric_totals import MetricTotals
 from mirror._src.training.micro_batch import MicroBatch, MicroBatchArgument
 from mirror._src.training.mistakes import (
     advice_for_model,
@@ -58,8 +56,20 @@ from mirror._src.training.mistakes import (
 )
 from mirror._src.training.named_loss import LossFunction, PartOfBatch
 from mirror._src.training.objective import Objective, Sums, add_on_host
-from mirror._src.training.precision import Precision, PrecisionName
-from mirror._src.training.prediction import ModelOutputs, predictions, require_prediction
+from mirror._src.training.precision import (
+    SCALE,
+    LossScale,
+    LossScaleArgument,
+    Precision,
+    PrecisionName,
+    loss_scale_of,
+)
+from mirror._src.training.prediction import (
+    MetricTotals,
+    ModelOutputs,
+    predictions,
+    require_prediction,
+)
 from mirror._src.training.progress import (
     MOST_RUNNING,
     MetricAccumulator,

@@ -8,7 +8,7 @@ from mirror._src.base.modules import set_module
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.training.callbacks.callback import Callback, Monitor
 from mirror._src.training.loop import FitLoop
-from mirror._src.training.loss_scale import stuck
+from mirror._src.training.precision import stuck
 
 Mode: TypeAlias = Literal["min", "max"]
 

@@ -16,7 +16,7 @@ from mirror._src.engine.on_read import spread_over
 from mirror._src.engine.per_replica import per_replica
 from mirror._src.engine.variable import Variable
 from mirror._src.training.checkpoints.files import KeyData
-from mirror._src.training.loss_scale import SCALE
+from mirror._src.training.precision import SCALE
 
 T = TypeVar("T")
 
