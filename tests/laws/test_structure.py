@@ -89,7 +89,7 @@ BUDGETS = {
     "strategy": Size(1000, 8, 8),
     "training": Size(5562, 32, 64),
     "ps": Size(3567, 20, 67),
-    "tools": Size(3086, 24, 32),
+    "tools": Size(3080, 24, 32),
 }
 
 

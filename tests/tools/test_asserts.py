@@ -286,8 +286,8 @@ def test_pending_launches_name_the_late_devices():
     thread.start()
     try:
         ended = "runs replica 1 on (/device:CPU:1), replicas 0, 2, 3 ended"
-        wait_until(lambda: ended in str(plugin_support.launches_in_flight()))
-        launch, *_, callback = plugin_support.launches_in_flight()
+        wait_until(lambda: ended in str(plugin_support.state_of_launches()))
+        launch, *_, callback = plugin_support.state_of_launches()
         assert_message(launch, values=["step (test_asserts.py:", ended])
         assert "replica 1 at test_asserts.py:" in callback
     finally:
@@ -295,4 +295,4 @@ def test_pending_launches_name_the_late_devices():
         thread.join(900)
     assert float(strategy.reduce("sum", results[0])) == 4 * 4 + 6
     jax.block_until_ready(strategy.reduce("sum", 1.0))
-    assert plugin_support.launches_in_flight() == []
+    assert plugin_support.state_of_launches() == []

@@ -229,7 +229,26 @@ def train_and_check(options: argparse.Namespace) -> Outcome:
     train, test = load()
     strategy = make_strategy(options)
     _print(_introduction(strategy, options))
-    return _train_and_check(strategy, options, train, test)
+    start = time.perf_counter()
+    trainer, untrained = (make_trainer(strategy, options, len(train)) for _ in range(2))
+    interrupts.check()
+    history = trainer.fit(
+        train.batches(options.batch_size, shuffle=True, seed=options.seed),
+        options.epochs,
+        validation_data=test.batches(options.batch_size),
+    )
+    seconds, accuracy = time.perf_counter() - start, history["val_accuracy"][-1]
+    epochs = counted(options.epochs, "epoch")
+    _print(f"\ntrained on {len(train)} images for {epochs} in {seconds:.1f} s")
+    _print(f"test accuracy: {accuracy:.1%} ({round(accuracy * len(test))} of {len(test)})")
+    if options.plot is not None:
+        history.plot(options.plot)
+        _print(f"curves: {options.plot}")
+    names = tuple(map(backend.logical_name, strategy.devices))
+    is_equal = _check_equal(strategy, trainer)
+    # A trained model's loss is close to zero and mostly rounding error, so a new model is compared.
+    step = _check_step(untrained, train.batches(options.batch_size))
+    return Outcome(names, accuracy, seconds, history, is_equal, step)
 
 
 def _print(text: str) -> None:
@@ -258,31 +277,6 @@ def _introduction(strategy: mirror.Strategy, options: argparse.Namespace) -> str
         f"{options.batch_size}. Collectives: {strategy.cross_device_ops!r}."
     )
     return "\n".join(lines)
-
-
-def _train_and_check(
-    strategy: mirror.Strategy, options: argparse.Namespace, train: Digits, test: Digits
-) -> Outcome:
-    start = time.perf_counter()
-    trainer, untrained = (make_trainer(strategy, options, len(train)) for _ in range(2))
-    interrupts.check()
-    history = trainer.fit(
-        train.batches(options.batch_size, shuffle=True, seed=options.seed),
-        options.epochs,
-        validation_data=test.batches(options.batch_size),
-    )
-    seconds, accuracy = time.perf_counter() - start, history["val_accuracy"][-1]
-    epochs = counted(options.epochs, "epoch")
-    _print(f"\ntrained on {len(train)} images for {epochs} in {seconds:.1f} s")
-    _print(f"test accuracy: {accuracy:.1%} ({round(accuracy * len(test))} of {len(test)})")
-    if options.plot is not None:
-        history.plot(options.plot)
-        _print(f"curves: {options.plot}")
-    names = tuple(map(backend.logical_name, strategy.devices))
-    is_equal = _check_equal(strategy, trainer)
-    # A trained model's loss is close to zero and mostly rounding error, so a new model is compared.
-    step = _check_step(untrained, train.batches(options.batch_size))
-    return Outcome(names, accuracy, seconds, history, is_equal, step)
 
 
 def _check_equal(strategy: mirror.Strategy, trainer: mirror.Trainer) -> bool:

@@ -8,7 +8,7 @@ import jax
 from mirror._src.devices import backend, host_devices, launches
 from mirror._src.devices.startup import startup_cause
 from mirror._src.engine.one_device import ReductionToOneDevice
-from mirror._src.inspection.stall_report import state_of_launches
+from mirror._src.inspection.stall_report import state_of_launches as state_of_launches
 from mirror._src.strategy.mirrored import MirroredStrategy
 
 
@@ -65,14 +65,9 @@ def make_strategy(
 
 @contextlib.contextmanager
 def logged_launches() -> Iterator[None]:
-    """Context manager that logs launches, for `launches_in_flight`."""
+    """Context manager that logs launches, for `state_of_launches`."""
     launches.start_log()
     try:
         yield
     finally:
         launches.stop_log()
-
-
-def launches_in_flight() -> list[str]:
-    """Returns what `mirror.debugging.watch` reports: launches and callbacks that have not ended."""
-    return state_of_launches()

@@ -139,7 +139,7 @@ def _launches() -> Iterator[str]:
         return
     from mirror._src.tools.plugin import support
 
-    lines = support.launches_in_flight()
+    lines = support.state_of_launches()
     yield from (f"  {line}" for line in lines)
     if not lines:
         yield "  mirror has no launch in flight."
