@@ -1,4 +1,4 @@
-"""Checks that padding and pieces of a batch do not change what a step computes."""
+"""Checks that padding, pieces of a batch and a training mode do not change what a step computes."""
 
 import functools
 import inspect
