@@ -250,7 +250,7 @@ def test_most_informative_line_is_shown():
 
 
 def test_hanging_process_is_killed(monkeypatch):
-    monkeypatch.setattr(command, "_DEADLINE_SECS", 0.01)
+    monkeypatch.setattr(command, "_CHILD_SECS", 0.01)
     assert command.probe({}).status is None
 
 

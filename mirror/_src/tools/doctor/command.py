@@ -29,7 +29,7 @@ from mirror._src.tools.options import FAILED, USAGE_ERROR, report_error
 
 DEADLINE_SECS = 60  # as `commands.toml` says
 _PRINT_SECS = 1.0
-_DEADLINE_SECS = 240.0
+_CHILD_SECS = 240.0  # for the checks in a subprocess
 _MOST_CHARACTERS = 300
 _UNKNOWN = re.compile(r"Unknown flags? in XLA_FLAGS: (.*)")
 _BAD_FLAGS = re.compile(
@@ -122,7 +122,7 @@ class ProbeResult(NamedTuple):
     status: int | None
     output: str
     errors: str
-    limit: float = _DEADLINE_SECS
+    limit: float = _CHILD_SECS
 
 
 def check_in_child(environment: Mapping[str, str]) -> Iterator[Check]:
@@ -148,7 +148,7 @@ def check_others_in_child(
         environment: Environment variables, which describe the job; `TF_CONFIG` may describe Ray's.
         secs: How long to wait for the others in each check.
     """
-    limit = _STAGES * secs + _DEADLINE_SECS
+    limit = _STAGES * secs + _CHILD_SECS
     result = _run_code(_CHECKS, environment, module, str(secs), limit=limit)
     yield from findings(result, _OTHERS if module == "distributed" else _RAY_LOGS)
 
@@ -170,14 +170,14 @@ def probe(environment: Mapping[str, str]) -> ProbeResult:
 def _run_code(
     code: str, environment: Mapping[str, str], *arguments: str, limit: float | None = None
 ) -> ProbeResult:
-    """Runs code in a subprocess, for `_DEADLINE_SECS` at most unless there is another limit.
+    """Runs code in a subprocess, for `_CHILD_SECS` at most unless there is another limit.
 
     Raises:
         KeyboardInterrupt: If Ctrl-C was pressed in the meantime.
     """
     # The subprocess gets this sys.path, and with -P it does not add the current directory, whose
     # files could shadow modules.
-    limit = _DEADLINE_SECS if limit is None else limit
+    limit = _CHILD_SECS if limit is None else limit
     command = [sys.executable, "-P", "-c", f"{_PATH}; {code}", json.dumps(sys.path), *arguments]
     try:
         done = subprocess.run(
