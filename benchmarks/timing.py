@@ -1,7 +1,7 @@
 """Times contenders, and orders their turns.
 
-It does not use `mirror._src.base.measure`, because processes of hand-written contenders must not
-import `mirror`.
+It does not use `mirror._src.inspection.measurement`, because processes of hand-written contenders
+must not import `mirror`.
 """
 
 import math

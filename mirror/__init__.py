@@ -51,7 +51,7 @@ Glossary:
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from mirror._src.base.lazy_names import make_lazy as _make_lazy
+from mirror._src.base.public_names import make_lazy as _make_lazy
 from mirror._version import __version__ as __version__
 
 # JAX, Flax and Optax take a second to import, which `mirror --help` and pytest need not wait for.

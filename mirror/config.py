@@ -20,6 +20,7 @@ warning.
 
 from mirror._src.base.unknown_names import explain_unknown_names as _explain_unknown_names
 from mirror._src.devices.backend import list_logical_devices as list_logical_devices
+from mirror._src.devices.jax_options import LogicalDeviceConfiguration as LogicalDeviceConfiguration
 from mirror._src.devices.memory import get_memory_info as get_memory_info
 from mirror._src.devices.names import LogicalDevice as LogicalDevice
 from mirror._src.devices.names import PhysicalDevice as PhysicalDevice
@@ -41,6 +42,5 @@ from mirror._src.devices.settings import set_num_cpu_devices as set_num_cpu_devi
 from mirror._src.devices.settings import set_num_cpu_threads as set_num_cpu_threads
 from mirror._src.devices.settings import set_soft_device_placement as set_soft_device_placement
 from mirror._src.devices.settings import set_visible_devices as set_visible_devices
-from mirror._src.devices.state import LogicalDeviceConfiguration as LogicalDeviceConfiguration
 
 _explain_unknown_names("mirror.config")

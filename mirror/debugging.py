@@ -10,7 +10,7 @@ For example:
     mirror.debugging.watch(secs=60)  # reports steps that do not end
 """
 
-from mirror._src.base.tables import Table as Table
+from mirror._src.base.terminal import Table as Table
 from mirror._src.base.unknown_names import explain_unknown_names as _explain_unknown_names
 from mirror._src.devices.op_log import set_log_device_placement as set_log_device_placement
 from mirror._src.inspection.placement_table import visualize_placement as visualize_placement

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mirror._src.base.closing import Closing, closing
+from mirror._src.base.errors import Closing, closing
 
 
 class Calls:

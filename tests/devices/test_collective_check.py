@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mirror._src.devices import collective_check
-from mirror._src.devices.collective_check import all_reduce_fault, unresponsive_devices
+from mirror._src.devices import device_checks
+from mirror._src.devices.device_checks import all_reduce_fault, unresponsive_devices
 from mirror._src.devices.replicas import ReplicaDevices
 from tests.support import fresh, inside
 from tests.support.messages import assert_message
@@ -18,7 +18,7 @@ from tests.support.tables import rows
 from tests.support.waiting import wait_until
 
 CPUS = tuple(jax.devices("cpu"))
-REAL = collective_check._sums
+REAL = device_checks._sums
 LONG_SECS = 60  # ends a test that hangs
 
 
@@ -34,7 +34,7 @@ def deadline(monkeypatch):
             done = {result for result in results if result.done()}
             return types.SimpleNamespace(done=done)
 
-        monkeypatch.setattr(collective_check, "wait", wait)
+        monkeypatch.setattr(device_checks, "wait", wait)
         return deadlines
 
     return passes_when
@@ -42,7 +42,7 @@ def deadline(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch):
-    monkeypatch.setattr(collective_check, "_faults", {})
+    monkeypatch.setattr(device_checks, "_faults", {})
 
 
 @pytest.fixture
@@ -91,18 +91,18 @@ def test_check_passes_on_host_devices(count):
 
 
 @rows("count", [2, 3, 8])
-@rows("size", collective_check._SIZES)
+@rows("size", device_checks._SIZES)
 def test_check_runs_an_all_reduce(count, size):
-    text = collective_check._compiled(ReplicaDevices(CPUS[:count]), size).as_text()
+    text = device_checks._compiled(ReplicaDevices(CPUS[:count]), size).as_text()
     assert " all-reduce(" in text
     assert not any(f" {other}(" in text for other in ("all-gather", "all-to-all"))
 
 
 @rows("kind, largest", [("CPU", 2**20), ("GPU", 2**23)])
 def test_accelerators_also_reduce_what_xlas_own_kernels_leave_to_nccl(monkeypatch, kind, largest):
-    collective_check._faults.clear()
-    sizes = inside.count_calls(collective_check, "_fetch", monkeypatch)
-    monkeypatch.setattr(collective_check, "type_of", lambda device: kind)
+    device_checks._faults.clear()
+    sizes = inside.count_calls(device_checks, "_fetch", monkeypatch)
+    monkeypatch.setattr(device_checks, "type_of", lambda device: kind)
     assert all_reduce_fault(CPUS[:2]) is None
     assert max(copy.size for copy in sizes) == largest
 
@@ -110,7 +110,7 @@ def test_accelerators_also_reduce_what_xlas_own_kernels_leave_to_nccl(monkeypatc
 @rows("version, num_settings", {"0.10.2": ((0, 10, 2), 1), "0.12.0": ((0, 12, 0), 2)})
 def test_advice_names_the_direct_transfers_of_the_installed_xla(monkeypatch, version, num_settings):
     monkeypatch.setattr(jax, "__version_info__", version)
-    settings = collective_check.p2p_settings()
+    settings = device_checks.p2p_settings()
     assert [each.partition("=")[0] for each in settings] == [
         *("NCCL_P2P_DISABLE", "XLA_FLAGS")[:num_settings]
     ]
@@ -118,7 +118,7 @@ def test_advice_names_the_direct_transfers_of_the_installed_xla(monkeypatch, ver
 
 @rows("count", [1, 2, 8, 64])
 def test_check_uses_exact_sums_of_different_values(count):
-    rows = collective_check.known_rows(count, 2 * collective_check._PERIOD)
+    rows = device_checks.known_rows(count, 2 * device_checks._PERIOD)
     assert rows.dtype == np.float32
     np.testing.assert_array_equal(rows.sum(axis=0), rows.astype(np.int64).sum(axis=0))
     np.testing.assert_array_equal(rows[::-1].sum(axis=0), rows.sum(axis=0))
@@ -148,17 +148,17 @@ WRONG = {
 
 @rows("change", list(WRONG))
 def test_wrong_sum_is_reported(change, monkeypatch):
-    collective_check._faults.clear()
-    monkeypatch.setattr(collective_check, "_sums", lies(change))
+    device_checks._faults.clear()
+    monkeypatch.setattr(device_checks, "_sums", lies(change))
     assert_message(all_reduce_fault(CPUS[:3]), values=WRONG[change])
 
 
 def test_missing_or_repeated_contribution_is_detected(monkeypatch):
-    row = collective_check.known_rows(3, 8)[1]
+    row = device_checks.known_rows(3, 8)[1]
     for change, got in [(-row, "4.0"), (row, "8.0")]:
-        monkeypatch.setattr(collective_check, "_faults", {})
+        monkeypatch.setattr(device_checks, "_faults", {})
         monkeypatch.setattr(
-            collective_check, "_sums", lies(lambda found, c=change: found[0][0].__iadd__(c))
+            device_checks, "_sums", lies(lambda found, c=change: found[0][0].__iadd__(c))
         )
         assert_message(all_reduce_fault(CPUS[:3]), values=["/device:CPU:0", got, "6.0"])
 
@@ -168,14 +168,14 @@ def test_missing_or_repeated_contribution_is_detected(monkeypatch):
     [(RuntimeError("NCCL operation failed"), "NCCL operation failed"), (OSError(), "OSError")],
 )
 def test_failure_is_reported_by_its_text(error, text, monkeypatch):
-    monkeypatch.setattr(collective_check, "_sums", fails(error))
+    monkeypatch.setattr(device_checks, "_sums", fails(error))
     assert all_reduce_fault(CPUS[:2]) == text
 
 
 def test_stall_ends_at_the_deadline(held, deadline, monkeypatch, capfd):
     is_stuck = threading.Event()
     stalls = lambda devices, over: (is_stuck.set(), held.wait())  # noqa: E731
-    monkeypatch.setattr(collective_check, "_sums", stalls)
+    monkeypatch.setattr(device_checks, "_sums", stalls)
     deadlines = deadline(lambda results: is_stuck.is_set())
     fault = all_reduce_fault(CPUS[:2], 0.25)
     assert_message(fault, values="0.25 s")
@@ -202,7 +202,7 @@ def test_stall_on_the_devices_leaves_no_thread(held, deadline, monkeypatch, capf
         copy = lambda rows: jax.pure_callback(block, rows, rows)  # noqa: E731
         return jax.jit(jax.shard_map(copy, mesh=replicas.mesh, in_specs=axis, out_specs=axis))
 
-    monkeypatch.setattr(collective_check, "_compiled", stalls)
+    monkeypatch.setattr(device_checks, "_compiled", stalls)
     deadline(lambda results: is_stuck.is_set())
     assert_message(all_reduce_fault(CPUS[:2], 0.5), values="0.5 s")
     join_all()
@@ -219,7 +219,7 @@ def test_nothing_is_launched_after_the_deadline(held, deadline, monkeypatch):
         held.wait()
         return launched.append
 
-    monkeypatch.setattr(collective_check, "_compiled", compile_slowly)
+    monkeypatch.setattr(device_checks, "_compiled", compile_slowly)
     deadline(lambda results: compiles.is_set())
     assert_message(all_reduce_fault(CPUS[:2], 0.2), values="0.2 s")
     held.set()
@@ -234,11 +234,11 @@ def test_result_is_cached(monkeypatch):
         asked.append(devices)
         return REAL(devices, over)
 
-    monkeypatch.setattr(collective_check, "_sums", counts)
+    monkeypatch.setattr(device_checks, "_sums", counts)
     for devices in [CPUS[:2], CPUS[:3], CPUS[:2], CPUS[:3]]:
         assert all_reduce_fault(devices) is None
     assert asked == [CPUS[:2], CPUS[:3]]
-    monkeypatch.setattr(collective_check, "_sums", fails(RuntimeError("broken")))
+    monkeypatch.setattr(device_checks, "_sums", fails(RuntimeError("broken")))
     assert all_reduce_fault(CPUS[:2]) is None
     assert all_reduce_fault(CPUS[:4]) == all_reduce_fault(CPUS[:4]) == "broken"
 
@@ -255,7 +255,7 @@ def test_concurrent_threads_share_one_check(monkeypatch, held):
         barrier.wait()
         answers.append(all_reduce_fault(CPUS[:2]))
 
-    monkeypatch.setattr(collective_check, "_sums", slow)
+    monkeypatch.setattr(device_checks, "_sums", slow)
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -276,17 +276,17 @@ def test_interrupt_is_raised_immediately(ask, held, monkeypatch):
         held.wait()
 
     for name in ("_sums", "_compute"):
-        monkeypatch.setattr(collective_check, name, stalls)
+        monkeypatch.setattr(device_checks, name, stalls)
     with pytest.raises(KeyboardInterrupt):
         ask(CPUS[:1], 600)
     monkeypatch.undo()
     held.set()
     assert not ask(CPUS[:1]), "it left an answer, or the lock"
-    collective_check._faults.clear()
+    device_checks._faults.clear()
 
 
 def test_stuck_and_broken_devices_are_distinguished(held, deadline, monkeypatch):
-    real = collective_check._compute
+    real = device_checks._compute
 
     def compute(device, over):
         if device == CPUS[1]:
@@ -295,7 +295,7 @@ def test_stuck_and_broken_devices_are_distinguished(held, deadline, monkeypatch)
             raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
         real(device, over)
 
-    monkeypatch.setattr(collective_check, "_compute", compute)
+    monkeypatch.setattr(device_checks, "_compute", compute)
     deadlines = deadline(lambda results: len([r for r in results if r.done()]) == 3)
     assert unresponsive_devices(CPUS[:4], 0.9) == CPUS[1:3]
     assert deadlines == [0.9]
@@ -314,7 +314,7 @@ CONTEXTS = {
 
 @rows("name", list(CONTEXTS))
 def test_check_ignores_contexts_of_the_caller(name):
-    collective_check._faults.clear()
+    device_checks._faults.clear()
     with CONTEXTS[name]():
         assert all_reduce_fault(CPUS[:3]) is None
         assert unresponsive_devices(CPUS[:3]) == ()
@@ -347,7 +347,7 @@ CONFIG = {
 
 @rows("name", list(CONFIG))
 def test_check_ignores_global_settings(name):
-    collective_check._faults.clear()
+    device_checks._faults.clear()
     before = jax.config.values[name]
     jax.config.update(name, CONFIG[name])
     try:

@@ -138,7 +138,7 @@ def test_logical_devices_are_fixed_after_the_start(alone):
 
 
 def test_jax_option_shows_whether_the_backend_has_started(alone):
-    """`startup.started` relies on it: the option rejects values only after the start."""
+    """`backend.started` relies on it: the option rejects values only after the start."""
     assert alone["before"] == [False, True]
     assert alone["after"] == [True, True]
     assert alone["of jax"].startswith("RuntimeError")

@@ -434,7 +434,7 @@ def kernels(model):
 
 
 def test_variables_are_sliced_where_they_are_created():
-    """Flax has no public hook: if this fails, look at `mirror._src.engine.nnx.created`."""
+    """Flax has no public hook: if this fails, look at `mirror._src.strategy.scope`."""
     with cpu_strategy(N, shard="model").scope():
         model = Net(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)

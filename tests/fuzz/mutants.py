@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirror._src.base.types import REPLICA_AXIS
-from mirror._src.jaxprs.relate import relate
-from mirror._src.jaxprs.relate_alone import guess
+from mirror._src.jaxprs.relate import guess, relate
 from mirror._src.jaxprs.relations import SAME, Relation, rows
 from mirror._src.jaxprs.trace import trace
 from tests.fuzz.equality import holds

@@ -22,10 +22,10 @@ from tests.support.models import MLP, batches, losses_of, nnx_step
 from tests.support.strategies import cpu_strategy
 from tests.support.tables import rows
 
-report_module, memory_report, timing, trial_module = inside.explanations()
+report_module, memory_module, trial_module = inside.explanations()
 Explanation, Seconds = report_module.Explanation, report_module.Seconds
-Kind, MemoryGroup = memory_report.Kind, memory_report.MemoryGroup
-split, IdleTimes, Batches = timing.split, trial_module.IdleTimes, trial_module.Batches
+Kind, MemoryGroup = memory_module.Kind, memory_module.MemoryGroup
+split, IdleTimes, Batches = report_module.split, trial_module.IdleTimes, trial_module.Batches
 
 SGD = optax.sgd(0.1)
 
@@ -420,7 +420,7 @@ def explanation():
     weights = MemoryGroup(Kind.PARAMETERS, "model (Param)", 2, 2**20, (2**20, 2**20))
     return Explanation(
         *("train", ("a", "b"), True, 5, 0.01, secs, 7, 1, 2048, 1.5, ""),
-        memory=memory_report.MemoryReport(
+        memory=memory_module.MemoryReport(
             "train", ("a", "b"), 2, "cpu", False, (weights,), 0, 3 * 2**20
         ),
         device_memory={"peak": 1024},

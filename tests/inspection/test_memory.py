@@ -22,12 +22,12 @@ from tests.support.messages import assert_message
 from tests.support.strategies import LAYOUTS, cpu_strategy
 from tests.support.tables import rows
 
-estimate_memory, memory, kinds, workload_module = inside.memory_estimates()
+estimate_memory, memory, workload_module = inside.memory_estimates()
 without_arrays, Workload = estimate_memory.without_arrays, workload_module.Workload
 Estimate, estimate_row = estimate_memory.Estimate, estimate_memory.estimate_row
 memory_report = memory.memory_report
-COUNTED, Kind = kinds.COUNTED, kinds.Kind
-MemoryGroup, MemoryReport = kinds.MemoryGroup, kinds.MemoryReport
+COUNTED, Kind = memory.COUNTED, memory.Kind
+MemoryGroup, MemoryReport = memory.MemoryGroup, memory.MemoryReport
 
 ADAM = optax.adam(1e-3)
 BATCH = models.batches((12,), 1)[0]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 import mirror
-from mirror._src.jaxprs.chained import chain_lengths
+from mirror._src.jaxprs.collective_eqns import chain_lengths
 from mirror._src.jaxprs.trace import trace
 
 

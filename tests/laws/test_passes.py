@@ -20,16 +20,15 @@ import mirror
 from mirror import PerReplica
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.executor import MeshExecutor, ReplicaProgram
-from mirror._src.engine.staged.executor import StagedExecutor
-from mirror._src.inspection.collective_table import collectives_of
+from mirror._src.engine.staged import StagedExecutor
+from mirror._src.inspection.program_report import collectives_of
 from mirror._src.jaxprs.collective_eqns import is_collective
 from mirror._src.jaxprs.equations import with_inner
 from mirror._src.jaxprs.proof import prove
 from mirror._src.jaxprs.trace import context_token, trace
-from mirror._src.passes.marks import require_layouts
 from mirror._src.passes.passes import PASSES, rewritten
-from mirror._src.passes.program import Layout, Settings
-from mirror._src.passes.staging.stages import stage_program
+from mirror._src.passes.program import Layout, Settings, require_layouts
+from mirror._src.passes.staging import stage_program
 from tests.support import conformance, inside
 from tests.support.conformance import N, rows
 from tests.support.strategies import cpu_strategy

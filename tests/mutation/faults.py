@@ -173,7 +173,7 @@ _OF_THE_PROOF = (
 _OF_PROGRAMS = (
     Fault(
         "a packed result that is stored as if it were mirrored",
-        "mirror/_src/passes/staging/stages.py",
+        "mirror/_src/passes/staging.py",
         "results = list(map(Value, avals))",
         "results = [Value(aval, Layout()) for aval in avals]",
         ("tests/passes/test_staging.py", "tests/engine/test_collectives.py"),
@@ -307,7 +307,7 @@ _OF_PROGRAMS = (
     ),
     Fault(
         "a callback whose result nobody reads, in stages",
-        "mirror/_src/passes/staging/schedule.py",
+        "mirror/_src/passes/staged.py",
         "if step.has_effects or not used.isdisjoint(step.outputs):",
         "if not used.isdisjoint(step.outputs):",
         ("tests/engine/test_callbacks.py", "tests/laws/test_conformance.py"),
@@ -315,7 +315,7 @@ _OF_PROGRAMS = (
     ),
     Fault(
         "ordered callbacks in different stages",
-        "mirror/_src/passes/staging/schedule.py",
+        "mirror/_src/passes/staged.py",
         "level = ordered = max(level, ordered)",
         "level = max(level, ordered)",
         ("tests/engine/test_traces.py",),
@@ -323,14 +323,14 @@ _OF_PROGRAMS = (
     ),
     Fault(
         "a value that is kept after its last stage",
-        "mirror/_src/passes/staging/schedule.py",
+        "mirror/_src/passes/staged.py",
         "stage.last_read = [value for value in kept if value not in after]",
         "stage.last_read = []",
         ("tests/engine/test_staged.py",),
     ),
     Fault(
         "a scan with collectives that runs in reverse, in stages",
-        "mirror/_src/passes/staging/stages.py",
+        "mirror/_src/passes/staging.py",
         "step = -1 if scan.reverse else 1",
         "step = 1",
         ("tests/laws/test_conformance.py", "tests/engine/test_staged.py"),
@@ -349,7 +349,7 @@ _OF_PROGRAMS = (
 _OF_EXECUTORS = (
     Fault(
         "groups, on the host",
-        "mirror/_src/engine/staged/host.py",
+        "mirror/_src/engine/staged.py",
         'collective.params.get("axis_index_groups") or [range(num_replicas)]',
         "[range(num_replicas)]",
         ("tests/engine/test_collectives.py",),
@@ -366,7 +366,7 @@ _OF_EXECUTORS = (
     ),
     Fault(
         "a permutation that omits replicas, on the host",
-        "mirror/_src/engine/staged/host.py",
+        "mirror/_src/engine/staged.py",
         "return [values[source[replica]] if replica in source else zeros for replica in group]",
         "return [values[source.get(replica, replica)] for replica in group]",
         ("tests/engine/test_collectives.py",),
@@ -374,14 +374,14 @@ _OF_EXECUTORS = (
     ),
     Fault(
         "the number of a replica among several per device",
-        "mirror/_src/passes/staging/on_device.py",
+        "mirror/_src/passes/on_device.py",
         "jax.lax.axis_index(self._axis) * self._per_device if",
         "jax.lax.axis_index(self._axis) if",
         ("tests/engine/test_vmap.py",),
     ),
     Fault(
         "a maximum over the replicas of one device only",
-        "mirror/_src/passes/staging/on_device.py",
+        "mirror/_src/passes/on_device.py",
         "return reduce_extreme(step.primitive, extreme, self._axis)",
         "return extreme",
         ("tests/engine/test_vmap.py",),
@@ -405,7 +405,7 @@ _OF_EXECUTORS = (
     ),
     Fault(
         "the sign of a sum of negative zeros",
-        "mirror/_src/passes/order/turns.py",
+        "mirror/_src/passes/order.py",
         "list(map(canonical, self._added(pieces)))",
         "self._added(pieces)",
         ("tests/strategy/test_fixed_replicas.py",),
@@ -467,7 +467,7 @@ _OF_EXECUTORS = (
     ),
     Fault(
         "state donated while another lane reads it",
-        "mirror/_src/engine/staged/program.py",
+        "mirror/_src/engine/staged.py",
         "donated = program.donated if self._is_single else ()",
         "donated = program.donated",
         ("tests/engine/test_staged.py", "tests/engine/test_choice.py"),
@@ -475,7 +475,7 @@ _OF_EXECUTORS = (
     ),
     Fault(
         "replicas that disagree on the condition of a loop",
-        "mirror/_src/engine/staged/program.py",
+        "mirror/_src/engine/staged.py",
         "if any(value != values[0] for value in values):",
         "if False:",
         ("tests/engine/test_staged.py", "tests/engine/test_choice.py"),
@@ -483,7 +483,7 @@ _OF_EXECUTORS = (
     ),
     Fault(
         "state donated to the first stage that reads it",
-        "mirror/_src/engine/staged/stage.py",
+        "mirror/_src/engine/lane.py",
         "donated_values = {staged.inputs[i] for i in donated} if is_last else set[Value]()",
         "donated_values = {staged.inputs[i] for i in donated}",
         ("tests/engine/test_staged.py",),
@@ -506,7 +506,7 @@ _OF_EXECUTORS = (
     ),
     Fault(
         "the maximum of a window in which several elements are equal",
-        "mirror/_src/passes/lower/pooling.py",
+        "mirror/_src/passes/extremes.py",
         '"ge": (lax.ge, -math.inf)',
         '"ge": (lax.gt, -math.inf)',
         ("tests/passes/test_lower.py",),
@@ -514,7 +514,7 @@ _OF_EXECUTORS = (
     ),
     Fault(
         "the position of the maximum in a window",
-        "mirror/_src/passes/lower/pooling.py",
+        "mirror/_src/passes/extremes.py",
         "own = w * own",
         "own = own",
         ("tests/passes/test_lower.py",),
@@ -522,7 +522,7 @@ _OF_EXECUTORS = (
     ),
     Fault(
         "a NaN at the border of a pooled image",
-        "mirror/_src/passes/lower/pooling.py",
+        "mirror/_src/passes/extremes.py",
         "keeps(best, part) | skips",
         "keeps(best, part)",
         ("tests/passes/test_lower.py",),
@@ -530,7 +530,7 @@ _OF_EXECUTORS = (
     ),
     Fault(
         "the argmax of a row with a NaN",
-        "mirror/_src/passes/lower/arg_extremes.py",
+        "mirror/_src/passes/extremes.py",
         "lax.select(x != x, index, after)",
         "after",
         ("tests/passes/test_lower.py",),
@@ -539,7 +539,7 @@ _OF_EXECUTORS = (
     ),
     Fault(
         "the kernel's gradient of a convolution with strides",
-        "mirror/_src/passes/lower/convolutions.py",
+        "mirror/_src/passes/convolutions.py",
         "_part(x, place, self.strides, self.steps, self.kernel)",
         "_part(x, place, self.steps, self.strides, self.kernel)",
         ("tests/passes/test_lower.py",),
@@ -548,7 +548,7 @@ _OF_EXECUTORS = (
     ),
     Fault(
         "a three-dimensional convolution with strides",
-        "mirror/_src/passes/lower/convolutions.py",
+        "mirror/_src/passes/convolutions.py",
         "planes(i * step, stride, places)",
         "planes(i * stride, step, places)",
         ("tests/passes/test_lower.py",),
@@ -557,7 +557,7 @@ _OF_EXECUTORS = (
     ),
     Fault(
         "a convolution of half precision whose sums are rounded",
-        "mirror/_src/passes/lower/convolutions.py",
+        "mirror/_src/passes/convolutions.py",
         "if not all(aval.dtype == jnp.float32 for aval in conv.avals):",
         "if conv.avals[0].dtype not in _FLOATS:",
         ("tests/passes/test_lower.py",),
@@ -566,7 +566,7 @@ _OF_EXECUTORS = (
     Fault(
         "operations that another process does not replace",
         f"{_RUN}/agreement.py",
-        '        Line(f"{table.VARIABLE}={table.setting()}"),\n',
+        '        Line(f"{lower.VARIABLE}={lower.setting()}"),\n',
         "",
         ("tests/engine/test_agreement.py",),
         likely="names_what_differs",
@@ -574,7 +574,7 @@ _OF_EXECUTORS = (
     ),
     Fault(
         "slow operations of several replicas on a device",
-        "mirror/_src/passes/staging/vectorized.py",
+        "mirror/_src/passes/on_device.py",
         "lowered(lowered(fn, _POOLING), rules)(*leaves)",
         "lowered(fn, _POOLING)(*leaves)",
         ("tests/passes/test_lower.py",),
@@ -582,7 +582,7 @@ _OF_EXECUTORS = (
     ),
     Fault(
         "slow operations of the stages on a host",
-        f"{_RUN}/staged/stage.py",
+        f"{_RUN}/lane.py",
         "lowered(run, rules_for(lane.replicas))",
         "run",
         ("tests/passes/test_lower.py",),
@@ -590,7 +590,7 @@ _OF_EXECUTORS = (
     ),
     Fault(
         "the gradient of a convolution with groups",
-        "mirror/_src/passes/staging/vectorized.py",
+        "mirror/_src/passes/on_device.py",
         'if eqn.params["feature_group_count"] > 1:',
         "if False:",
         ("tests/passes/test_vectorized.py", "tests/engine/test_convolutions.py"),
@@ -709,7 +709,7 @@ _OF_RUN = (
     ),
     Fault(
         "a program that donates other arguments",
-        f"{_RUN}/call.py",
+        f"{_RUN}/arguments.py",
         "            self.donate_argnums,",
         "            (),",
         ("tests/engine/test_runner.py",),
@@ -785,21 +785,21 @@ _OF_RUN = (
     ),
     Fault(
         "accumulated gradients that count as drift",
-        f"{_RUN}/donated_state.py",
+        f"{_RUN}/plan.py",
         "        if kind is Dependence.OTHER\n",
         "        if True\n",
         ("tests/engine/test_donated_state.py",),
     ),
     Fault(
         "a value per replica in a later call without a warning",
-        f"{_RUN}/step_warnings.py",
+        f"{_RUN}/step.py",
         "[known[i] for i in call.layout.per_replica if i in known]",
         "[]",
         ("tests/engine/test_donated_state.py",),
     ),
     Fault(
         "donated state that drifts",
-        f"{_RUN}/donated_state.py",
+        f"{_RUN}/plan.py",
         "if not call.donate_argnums or not any(mark.per_replica for mark in marks):",
         "if True:",
         ("tests/engine/test_donated_state.py",),
@@ -807,7 +807,7 @@ _OF_RUN = (
     ),
     Fault(
         "gradients beside donated state that count as state",
-        f"{_RUN}/donated_state.py",
+        f"{_RUN}/plan.py",
         "if sum(not pairs for pairs in differing) < len(arguments) and any(differing):",
         "if any(differing):",
         ("tests/engine/test_donated_state.py",),
@@ -815,7 +815,7 @@ _OF_RUN = (
     ),
     Fault(
         "the same dropout on all replicas",
-        f"{_RUN}/nnx/clones.py",
+        f"{_RUN}/nnx/structure.py",
         "folded = fold(key, jax.lax.axis_index(self._axis_name))",
         "folded = fold(key, 0)",
         ("tests/laws/test_laws.py", "tests/training/test_practice.py"),
@@ -831,7 +831,7 @@ _OF_RUN = (
     ),
     Fault(
         "a structure that has changed",
-        f"{_RUN}/nnx/table.py",
+        f"{_RUN}/nnx/record.py",
         "            leaves = record.read()\n        if",
         "            leaves = record.last or record.read()\n        if",
         ("tests/engine/test_runner.py", "tests/laws/test_bad_input.py"),
@@ -853,14 +853,14 @@ _OF_RUN = (
     ),
     Fault(
         "a list of a model that a step changes",
-        f"{_RUN}/nnx/clones.py",
+        f"{_RUN}/nnx/structure.py",
         "        if after.unhashed != self.structure.unhashed:\n",
         "        if False:\n",
         ("tests/engine/test_unhashed_attributes.py",),
     ),
     Fault(
         "one buffer in two variables",
-        f"{_RUN}/nnx/table.py",
+        f"{_RUN}/nnx/record.py",
         "is_ready = is_placed and taken.isdisjoint(buffers_of(leaf))",
         "is_ready = is_placed",
         ("tests/laws/test_bad_input.py", "tests/engine/test_repeated_calls.py"),
@@ -911,7 +911,7 @@ _OF_COLLECTIVES = (
     ),
     Fault(
         "a sum of half precision on the host",
-        "mirror/_src/engine/on_host.py",
+        "mirror/_src/engine/reduce_op.py",
         "accumulator(dtype) if op is ReduceOp.SUM else dtype",
         "dtype",
         ("tests/engine/test_cross_device_ops.py",),
@@ -947,7 +947,7 @@ _OF_DEVICES = (
     ),
     Fault(
         "a negative integer that does not fit",
-        "mirror/_src/devices/narrowing.py",
+        "mirror/_src/devices/transfer.py",
         "for value in (values.max(), values.min()):",
         "for value in (values.max(),):",
         ("tests/devices/test_narrowing.py",),
@@ -998,7 +998,7 @@ _OF_DEVICES = (
     ),
     Fault(
         "a check of the all-reduce that looks at one element",
-        "mirror/_src/devices/collective_check.py",
+        "mirror/_src/devices/device_checks.py",
         "wrong = np.flatnonzero(copy != expected)",
         "wrong = np.flatnonzero(copy[:1] != expected[:1])",
         ("tests/devices/test_collective_check.py",),
@@ -1033,7 +1033,7 @@ _OF_VARIABLES = (
     ),
     Fault(
         "an assigned value of another shape",
-        "mirror/_src/engine/conversion.py",
+        "mirror/_src/engine/storage.py",
         "if array.shape != shape:",
         "if False:",
         ("tests/engine/test_variables.py",),
@@ -1041,7 +1041,7 @@ _OF_VARIABLES = (
     ),
     Fault(
         "a sum that is spread over more replicas",
-        "mirror/_src/engine/on_read.py",
+        "mirror/_src/engine/variable.py",
         "rows = shares(array, len(replicas)) if is_sum else [array] * len(replicas)",
         "rows = [array] * len(replicas)",
         ("tests/engine/test_variables.py", "tests/training/test_resume.py"),
@@ -1272,7 +1272,7 @@ _OF_WHOLE_BATCHES = (
     ),
     Fault(
         "a fixed number of replicas for which XLA merges operations by the number of devices",
-        "mirror/_src/passes/order/turns.py",
+        "mirror/_src/passes/order.py",
         '"cse,small-while-loop-hoisting"',
         '"small-while-loop-hoisting"',
         ("tests/laws/test_bits.py",),
@@ -1281,7 +1281,7 @@ _OF_WHOLE_BATCHES = (
     ),
     Fault(
         "replicas in turn that have the index within their device",
-        "mirror/_src/passes/order/turns.py",
+        "mirror/_src/passes/order.py",
         "one(named.__getitem__, self._first + i)",
         "one(named.__getitem__, i)",
         ("tests/strategy/test_fixed_replicas.py",),
@@ -1289,7 +1289,7 @@ _OF_WHOLE_BATCHES = (
     ),
     Fault(
         "devices that compute other bits, without a warning",
-        "mirror/_src/devices/same_bits.py",
+        "mirror/_src/devices/device_checks.py",
         "if row.tobytes() != first.tobytes()",
         "if False",
         ("tests/strategy/test_fixed_replicas.py",),
@@ -1297,7 +1297,7 @@ _OF_WHOLE_BATCHES = (
     ),
     Fault(
         "sums in an order that depends on the number of devices",
-        "mirror/_src/passes/order/tree.py",
+        "mirror/_src/passes/order.py",
         "for level in range(n.bit_length() - 1)]",
         "for level in reversed(range(n.bit_length() - 1))]",
         ("tests/laws/test_bits.py",),
@@ -1795,7 +1795,7 @@ _OF_PROCESSES = (
     ),
     Fault(
         "a silent process that seems to compile",
-        "mirror/_src/inspection/peers.py",
+        "mirror/_src/inspection/stall_report.py",
         "in tuple(self._heard.items()) if i not in silent)",
         "in tuple(self._heard.items()))",
         ("tests/inspection/test_peers.py",),
@@ -1875,7 +1875,7 @@ _OF_CHECKS = (
     ),
     Fault(
         "copies that differ in places that cancel",
-        "mirror/_src/jaxprs/fingerprint.py",
+        "mirror/_src/jaxprs/text.py",
         "return jnp.stack([jnp.sum(bits * weight), jnp.sum(mixed ^ (mixed >> 16))])",
         "return jnp.stack([jnp.sum(bits), jnp.sum(bits)])",
         ("tests/inspection/test_checks.py",),
@@ -2011,7 +2011,7 @@ _OF_PARAMETER_SERVERS = (
     ),
     Fault(
         "weights of the rounds of a loop over pieces",
-        "mirror/_src/jaxprs/relation_pieces.py",
+        "mirror/_src/jaxprs/relations.py",
         "return x.pieces == UNIFORM or (x.kind in (Kind.SAME, Kind.INDEX) and x.pieces is None)",
         "return True",
         ("tests/jaxprs/test_relate.py",),
@@ -2019,7 +2019,7 @@ _OF_PARAMETER_SERVERS = (
     ),
     Fault(
         "a broadcast weight of a round of a loop over pieces",
-        "mirror/_src/jaxprs/relation_pieces.py",
+        "mirror/_src/jaxprs/relations.py",
         "if found.kind is not Kind.ROWS or varying or is_collected:",
         "if found.kind is not Kind.ROWS or is_collected:",
         ("tests/jaxprs/test_relate.py",),
@@ -2027,7 +2027,7 @@ _OF_PARAMETER_SERVERS = (
     ),
     Fault(
         "a total of pieces with two factors",
-        "mirror/_src/jaxprs/relation_pieces.py",
+        "mirror/_src/jaxprs/relations.py",
         "if total.scale and (total.scale, total.pieces) != (scale, pieces):",
         "if False:",
         ("tests/jaxprs/test_relate.py",),
@@ -2035,7 +2035,7 @@ _OF_PARAMETER_SERVERS = (
     ),
     Fault(
         "a total of pieces that starts with a value of each replica",
-        "mirror/_src/jaxprs/relation_pieces.py",
+        "mirror/_src/jaxprs/relations.py",
         "return common([first, part(total.scale)._replace(pieces=pieces)], num_replicas)",
         "return part(total.scale)._replace(pieces=pieces)",
         ("tests/jaxprs/test_relate.py",),
@@ -2099,7 +2099,7 @@ _OF_PARAMETER_SERVERS = (
     ),
     Fault(
         "a divisor that counts rows or replicas",
-        "mirror/_src/jaxprs/relate_alone.py",
+        "mirror/_src/jaxprs/relate.py",
         "self.sizes[eqn.outvars[0]] = size, is_over_rows",
         "pass",
         ("tests/inspection/test_equality.py",),
@@ -2107,7 +2107,7 @@ _OF_PARAMETER_SERVERS = (
     ),
     Fault(
         "a gradient of a mean over features that is taken for one over rows",
-        "mirror/_src/jaxprs/relate_alone.py",
+        "mirror/_src/jaxprs/relate.py",
         "is_sure=operands[0].kind is not Kind.ROWS",
         "is_sure=True",
         ("tests/inspection/test_equality.py",),
@@ -2124,7 +2124,7 @@ _OF_PARAMETER_SERVERS = (
     ),
     Fault(
         "a warning of a metric",
-        "mirror/_src/inspection/difference.py",
+        "mirror/_src/inspection/equality.py",
         "not differs and place in arguments",
         "not differs",
         ("tests/inspection/test_equality.py",),
@@ -2132,7 +2132,7 @@ _OF_PARAMETER_SERVERS = (
     ),
     Fault(
         "a warning of a marked step",
-        "mirror/_src/inspection/difference.py",
+        "mirror/_src/inspection/equality.py",
         "return bool(getattr(fn, _MARK, is_ours))",
         "return is_ours",
         ("tests/inspection/test_equality.py",),
@@ -2148,7 +2148,7 @@ _OF_PARAMETER_SERVERS = (
     ),
     Fault(
         "a step that is traced twice without need",
-        "mirror/_src/jaxprs/relate_alone.py",
+        "mirror/_src/jaxprs/relate.py",
         "if is_reduced and value == self.num_replicas:",
         "if False:",
         ("tests/inspection/test_equality.py",),
@@ -2156,14 +2156,14 @@ _OF_PARAMETER_SERVERS = (
     ),
     Fault(
         "a sum over the replicas of one part, twice",
-        "mirror/_src/jaxprs/chained.py",
+        "mirror/_src/jaxprs/collective_eqns.py",
         "min(_MOST, before + added)",
         "added",
         ("tests/jaxprs/test_chained.py",),
     ),
     Fault(
         "a loop that depends on a sum of one part",
-        "mirror/_src/jaxprs/chained.py",
+        "mirror/_src/jaxprs/collective_eqns.py",
         "return max(predicate, *cases)",
         "return max(cases)",
         ("tests/jaxprs/test_chained.py",),

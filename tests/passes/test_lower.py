@@ -13,15 +13,15 @@ from jax import lax
 
 import mirror
 from mirror._src.jaxprs.equations import equations
-from mirror._src.passes.lower import table
-from mirror._src.passes.lower.table import lowered
+from mirror._src.passes import lower
+from mirror._src.passes.lower import lowered
 from tests.support import inside
 from tests.support.keras_models import WARNINGS, keras
 from tests.support.messages import raises
 from tests.support.strategies import ONE, PAIRS, cpu_strategy, executors
 from tests.support.tables import rows
 
-RULES = table._BY_PLATFORM["CPU"]
+RULES = lower._BY_PLATFORM["CPU"]
 EXECUTORS = {
     **ONE,
     **PAIRS,
@@ -391,7 +391,7 @@ def step(x):
 
 @rows("make", EXECUTORS)
 def test_every_executor_uses_the_table(monkeypatch, make):
-    monkeypatch.setitem(table._BY_PLATFORM, "CPU", COSINE)
+    monkeypatch.setitem(lower._BY_PLATFORM, "CPU", COSINE)
     strategy = make()
     mean, each = strategy.run(step, (own(strategy),))
     assert float(mean) == 1
@@ -401,7 +401,7 @@ def test_every_executor_uses_the_table(monkeypatch, make):
 
 
 def test_trainer_uses_the_table(monkeypatch, two):
-    monkeypatch.setitem(table._BY_PLATFORM, "CPU", COSINE)
+    monkeypatch.setitem(lower._BY_PLATFORM, "CPU", COSINE)
     with two.scope():
         model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     trainer = mirror.Trainer(model, optax.sgd(0.0), lambda _, x: jnp.sin(x).mean(1), strategy=two)
@@ -413,7 +413,7 @@ def test_trainer_uses_the_table(monkeypatch, two):
 @pytest.mark.dev("keras")
 @pytest.mark.filterwarnings(*WARNINGS)
 def test_keras_models_use_the_table(monkeypatch, two):
-    monkeypatch.setitem(table._BY_PLATFORM, "CPU", COSINE)
+    monkeypatch.setitem(lower._BY_PLATFORM, "CPU", COSINE)
     with two.scope():
         dense = keras.layers.Dense(2, kernel_initializer="zeros")
         layers = [keras.Input((2,)), dense, keras.layers.Lambda(keras.ops.sin)]
@@ -451,7 +451,7 @@ def test_keras_convolutions_on_several_devices():
 
 @rows("make", EXECUTORS)
 def test_variable_switches_the_table_off(monkeypatch, make):
-    monkeypatch.setitem(table._BY_PLATFORM, "CPU", COSINE)
+    monkeypatch.setitem(lower._BY_PLATFORM, "CPU", COSINE)
     monkeypatch.setenv("MIRROR_LOWERING", "xla")
     strategy = make()
     assert float(strategy.run(step, (own(strategy),))[0]) == 0
@@ -464,8 +464,8 @@ def test_variable_with_another_value(monkeypatch, two):
 
 
 def test_devices_of_other_types_have_no_rules(monkeypatch):
-    assert list(table._BY_PLATFORM) == ["CPU"]
-    monkeypatch.setitem(table._BY_PLATFORM, "CPU", COSINE)
+    assert list(lower._BY_PLATFORM) == ["CPU"]
+    monkeypatch.setitem(lower._BY_PLATFORM, "CPU", COSINE)
     with inside.pretended_types(["GPU"]):
         gpu = cpu_strategy(1)
         assert float(gpu.run(step, (own(gpu),))[0]) == 0

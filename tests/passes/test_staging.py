@@ -8,8 +8,8 @@ import optax
 from mirror import REPLICA_AXIS
 from mirror._src.jaxprs.trace import trace
 from mirror._src.passes.program import Settings, values_of
-from mirror._src.passes.staging.ir import Collective, Loop
-from mirror._src.passes.staging.stages import stage_program
+from mirror._src.passes.staged import Collective, Loop
+from mirror._src.passes.staging import stage_program
 from tests.support.tables import rows
 
 N = 2

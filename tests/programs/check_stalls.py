@@ -5,22 +5,22 @@ import time
 import jax
 import numpy as np
 
-from mirror._src.devices import collective_check
+from mirror._src.devices import device_checks
 from mirror._src.devices.replicas import ReplicaDevices
 
 jax.config.update("jax_platforms", "cpu")
 devices = tuple(jax.devices())
-real = collective_check._sums
+real = device_checks._sums
 
 
 def stalls(devices, over):
     time.sleep(600)
 
 
-collective_check._sums = stalls
-print(collective_check.all_reduce_fault(devices, 0.2))
-collective_check._sums = real
-collective_check._faults.clear()
+device_checks._sums = stalls
+print(device_checks.all_reduce_fault(devices, 0.2))
+device_checks._sums = real
+device_checks._faults.clear()
 
 
 def forever(rows):
@@ -30,5 +30,5 @@ def forever(rows):
 
 rows = jax.ShapeDtypeStruct((1, 8), np.float32, sharding=ReplicaDevices(devices).stacked)
 compiled = jax.jit(forever).lower(rows).compile()
-collective_check._compiled = lambda replicas, size: compiled
-print(collective_check.all_reduce_fault(devices, 0.5))
+device_checks._compiled = lambda replicas, size: compiled
+print(device_checks.all_reduce_fault(devices, 0.5))

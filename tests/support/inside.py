@@ -21,14 +21,12 @@ from mirror._src.base import (
     clock,
     interrupts,
     keras_library,
-    measure,
     optional,
-    other_names,
-    source_lines,
     supported,
     tracebacks,
+    unknown_names,
 )
-from mirror._src.base.tables import Table
+from mirror._src.base.terminal import Table
 from mirror._src.cluster import agreement, consensus, resolvers, start, store
 from mirror._src.cluster import failures as distributed_failures
 from mirror._src.cluster import ledger as distributed_ledger
@@ -38,8 +36,8 @@ from mirror._src.data import step_exchange as data_step_exchange
 from mirror._src.devices import (
     backend,
     described,
+    device_checks,
     eager_work,
-    host_devices,
     jax_options,
     launch,
     memory,
@@ -47,38 +45,31 @@ from mirror._src.devices import (
     physical,
     placement,
     resolve,
-    same_bits,
     settings,
-    startup,
 )
+from mirror._src.devices import jax_options as device_state
 from mirror._src.devices import launches as launch_records
-from mirror._src.devices import state as device_state
-from mirror._src.devices import unused_gpus as unused_gpu_module
+from mirror._src.devices import resolve as unused_gpu_module
 from mirror._src.devices.replicas import ReplicaDevices, stored_axis
 from mirror._src.engine import (
     argument_placer,
-    auto_shard,
     choice,
-    compiled,
     executor,
     per_replica,
+    replica_context,
     runner,
-    scopes,
 )
 from mirror._src.engine import step as engine_step
 from mirror._src.engine.nnx.structure import Structure
-from mirror._src.inspection import difference as inspection_difference
-from mirror._src.inspection import explanation as explain_report
-from mirror._src.inspection import measurement as trial
-from mirror._src.inspection import memory as explain_memory
-from mirror._src.inspection import memory_report, peers, timing, verify, watch
+from mirror._src.inspection import equality, explanation, measurement, stall_report, verify, watch
+from mirror._src.inspection import memory as memory_reports
 from mirror._src.keras import hooks as keras_hook_module
 from mirror._src.keras import step_function as keras_steps
 from mirror._src.ps import driver_thread, ray_cluster, server, tethered
 from mirror._src.ps.objects import TrainingObjects
 from mirror._src.ps.sparse import SparseTables
 from mirror._src.ps.variables import ServerVariable
-from mirror._src.strategy import multi_worker
+from mirror._src.strategy import mirrored
 from mirror._src.strategy import strategy as strategy_base
 from mirror._src.strategy.scope import Scope
 from mirror._src.tools import asserts, demo, estimate_memory, job, workload
@@ -107,7 +98,7 @@ from tests.support.clocks import FakeClock
 
 def has_started() -> bool:
     """Whether JAX's backend runs: every public question about devices would start it."""
-    return startup.started()
+    return backend.started()
 
 
 def settings_in_words() -> list[tuple[str, str, str]]:
@@ -117,7 +108,7 @@ def settings_in_words() -> list[tuple[str, str, str]]:
 
 def open_scope() -> object | None:
     """The innermost open scope or replica: `mirror.has_strategy` ignores `mirror.device`."""
-    return scopes.current_frame()
+    return replica_context.current_frame()
 
 
 def forget_version_warning() -> None:
@@ -209,19 +200,19 @@ def loss_tables() -> ModuleType:
 
 def guesses(kind: str) -> dict[str, str]:
     """The names of other libraries that errors explain, to test each one."""
-    tables = [t for t in other_names.name_tables() if t.owner == kind and not t.page]
+    tables = [t for t in unknown_names.name_tables() if t.owner == kind and not t.page]
     cells = [names.split(", ") for table in tables for names, _ in table.rows]
     names = [name.strip("`") for cell in cells for name in cell]
-    return {name: other_names.advice()[kind, name] for name in names}
+    return {name: unknown_names.advice()[kind, name] for name in names}
 
 
 def is_users_file(filename: str, library: str | None = None) -> bool:
     """Whether a file is the user's: tests cannot install Python in another folder."""
     with pytest.MonkeyPatch.context() as patch:
         if library is not None:
-            directories = (library, *source_lines._directories()[1:])
-            patch.setattr(source_lines, "_directories", lambda: directories)
-        return source_lines.is_users(filename)
+            directories = (library, *tracebacks._directories()[1:])
+            patch.setattr(tracebacks, "_directories", lambda: directories)
+        return tracebacks.is_users(filename)
 
 
 def keras_devices(function: object) -> int:
@@ -288,7 +279,7 @@ def require_tables(sparse: dict[str, Any], model: Any, optimizer: Any) -> None:
 def replacements() -> tuple[dict[str, str], dict[tuple[str, str], str]]:
     """The methods of other strategies and their replacements: users see one by its error."""
     starts = ("Instead of ", "There is no equivalent of ")  # not guesses
-    advice = other_names.advice()
+    advice = unknown_names.advice()
     instead = {name: text for (owner, name), text in advice.items() if owner == "parameter servers"}
     return instead, {k: v for k, v in advice.items() if v.startswith(starts)}
 
@@ -317,16 +308,16 @@ def count_calls(
 @contextmanager
 def devices_of_other_bits() -> Iterator[None]:
     """Lets each device compute other values than the first, as damaged hardware does."""
-    computed = same_bits.computed
+    computed = device_checks.computed
 
     def differs(x):
         return computed(x) * (1 + 1e-7 * jax.lax.axis_index("devices"))
 
-    same_bits.digest_of.cache_clear()
+    device_checks.digest_of.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(same_bits, "computed", differs)
+        patch.setattr(device_checks, "computed", differs)
         yield
-    same_bits.digest_of.cache_clear()
+    device_checks.digest_of.cache_clear()
 
 
 @contextmanager
@@ -342,13 +333,13 @@ def pretended_types(types: Iterable[str]) -> Iterator[None]:
         return tuple(device for device in devices if type_of(device) == wanted)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("devices.backend", "devices.replicas", "devices.same_bits"):
+        for module in ("devices.backend", "devices.replicas", "devices.device_checks"):
             patch.setattr(f"mirror._src.{module}.type_of", type_of)
-        patch.setattr("mirror._src.engine.one_device.type_of", type_of)
+        patch.setattr("mirror._src.engine.all_reduce.type_of", type_of)
         patch.setattr(backend, "devices_of_type", devices_of_type)
-        same_bits.digest_of.cache_clear()
+        device_checks.digest_of.cache_clear()
         yield
-    same_bits.digest_of.cache_clear()
+    device_checks.digest_of.cache_clear()
 
 
 def programs(strategy: mirror.Strategy) -> list[Any]:
@@ -371,7 +362,7 @@ def num_all_reduces(strategy: mirror.Strategy, step: Callable[..., Any], args: A
 
 def count_launches(patch: pytest.MonkeyPatch) -> list[object]:
     """Fills a list with an element per launch, whose order with other events users cannot see."""
-    return count_calls(compiled, "launch", patch)
+    return count_calls(executor, "launch", patch)
 
 
 def count_all_launches(patch: pytest.MonkeyPatch) -> list[object]:
@@ -448,7 +439,7 @@ def watch_module() -> ModuleType:
 
 def peers_module() -> ModuleType:
     """The posts of the processes of a job, which a test of one process writes itself."""
-    return peers
+    return stall_report
 
 
 def trainer_module() -> ModuleType:
@@ -527,7 +518,7 @@ def start_of_job() -> ModuleType:
 
 def connect(replicas: Any) -> None:
     """Opens the connections of a strategy's devices, which do not fail on one machine."""
-    multi_worker._connect(replicas)
+    mirrored._connect(replicas)
 
 
 def forget_placement_warnings() -> None:
@@ -560,9 +551,9 @@ def on_replicas(value: mirror.PerReplica, strategy: mirror.Strategy) -> mirror.P
     return per_replica.on_replicas(value, strategy._replicas)
 
 
-def name_tables() -> list[other_names.NameTable]:
+def name_tables() -> list[unknown_names.NameTable]:
     """The tables of names of other libraries, to compare the pages of the documentation."""
-    return [table for table in other_names.name_tables() if table.page]
+    return [table for table in unknown_names.name_tables() if table.page]
 
 
 def plant_bug(call: Callable[[], object], filename: str, patch: pytest.MonkeyPatch) -> None:
@@ -588,7 +579,7 @@ def builtin_step(name: str, strategy: mirror.Strategy, batch_size: int) -> tuple
 
 def quartiles(secs: list[float]) -> tuple[float, float]:
     """The quartiles of times, which users see of times that vary."""
-    return measure.quartiles(secs)
+    return measurement.quartiles(secs)
 
 
 def demo_run() -> ModuleType:
@@ -664,7 +655,7 @@ def memory_info(stats: dict[str, int]) -> dict[str, int] | None:
 
 def host_devices_of_flags() -> int | None:
     """The number of host devices in `XLA_FLAGS`, which JAX reads once per process."""
-    return host_devices.host_devices_of_flags()
+    return jax_options.host_devices_of_flags()
 
 
 def eager_guard() -> ModuleType:
@@ -684,12 +675,12 @@ def launch_log() -> ModuleType:
 
 def explanations() -> tuple[ModuleType, ...]:
     """The parts of `strategy.explain`, which adds measured times: these vary by machine."""
-    return explain_report, memory_report, timing, trial
+    return explanation, memory_reports, measurement
 
 
 def memory_estimates() -> tuple[ModuleType, ...]:
     """The parts of `mirror estimate-memory`, to compare arrays that users see as a sum only."""
-    return estimate_memory, explain_memory, memory_report, workload
+    return estimate_memory, memory_reports, workload
 
 
 def described_gpus(name: str, count: int, hosts: int = 1) -> tuple[jax.Device, ...]:
@@ -742,7 +733,7 @@ def strategy_in_slices(devices: Sequence[jax.Device], **options: Any) -> mirror.
 
 def give_host_memory(num_bytes: int | None, patch: pytest.MonkeyPatch) -> None:
     """Makes the machine have this much memory, for `shard="auto"` and checkpoints."""
-    for module in (auto_shard, checkpoints_store):
+    for module in (choice, checkpoints_store):
         patch.setattr(module, "host_memory", lambda: num_bytes)
 
 
@@ -784,13 +775,13 @@ def break_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(inspection_difference, "guess", fail)
+    monkeypatch.setattr(equality, "guess", fail)
 
 
 def is_suspected(strategy: mirror.Strategy, step: Any, args: Sequence[Any]) -> bool:
     """Whether a step seems to differ from one device: `run` only warns if that is proved."""
     call, analysis = strategy._runner.analyzed(step, tuple(args), {})
-    state = inspection_difference._state(call, analysis)
-    guessed = inspection_difference._guessed(call, analysis, strategy.num_replicas_in_sync)
+    state = equality._state(call, analysis)
+    guessed = equality._guessed(call, analysis, strategy.num_replicas_in_sync)
     assert state
     return any(guessed[k].is_different for k in state)

@@ -1,16 +1,101 @@
-"""Tracebacks without internal frames: an error or Ctrl-C in a step shows the user's lines only."""
+"""The user's source lines in messages, and tracebacks that show only these lines."""
 
 import contextlib
 import functools
+import linecache
 import os
+import sys
+import sysconfig
 from collections.abc import Callable
-from types import TracebackType
-from typing import ParamSpec, TypeVar
+from types import FrameType, TracebackType
+from typing import Any, ParamSpec, TypeVar
 
+import chex
+import flax
 import jax
+import optax
 
-from mirror._src.base.signatures import mismatch_message
-from mirror._src.base.source_lines import is_library, is_own, is_standard
+from mirror._src.base.naming import code_of
+from mirror._src.base.unknown_names import mismatch_message
+
+F = TypeVar("F", bound=Callable[..., Any])
+_USERS = "_mirror_users_function"
+
+
+def is_users(filename: str) -> bool:
+    """Whether a file belongs neither to mirror, JAX, Flax, optax or chex nor to Python itself."""
+    return not is_library(filename) and not is_standard(filename)
+
+
+def is_library(filename: str) -> bool:
+    """Whether a file belongs to mirror, JAX, Flax, optax or chex."""
+    return filename.startswith(_directories()[1:])
+
+
+def is_own(filename: str) -> bool:
+    """Whether a file belongs to mirror."""
+    return filename.startswith(_directories()[1])
+
+
+def is_standard(filename: str) -> bool:
+    """Whether a file belongs to Python's standard library."""
+    if filename.startswith("<frozen "):
+        return True
+    stdlib = _directories()[0]
+    if not filename.startswith(stdlib):
+        return False
+    # Packages are installed below the standard library, whose own path may contain these names.
+    return filename[len(stdlib) :].split(os.sep)[0] not in ("site-packages", "dist-packages")
+
+
+def line_of_user() -> str:
+    """Returns the current line of the user's code, like `train.py:12: x = jnp.zeros(3)`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return "an unknown line"
+    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    location = place(frame.f_code.co_filename, frame.f_lineno)
+    return f"{location}: {text}" if text else location
+
+
+def place(filename: str, line: int | None) -> str:
+    """Returns `train.py:12`; for a cell of a notebook, `Cell In[3], line 12`."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    compiler = getattr(shell, "compile", None)  # not in every shell
+    cell = None if compiler is None else compiler.format_code_name(filename)
+    return " ".join(cell) + f", line {line}" if cell else f"{os.path.basename(filename)}:{line}"
+
+
+def on_behalf_of(fn: F, users: Callable[..., Any]) -> F:
+    """Lets `line_of` return the line of the user's function for a function of mirror."""
+    setattr(fn, _USERS, users)
+    return fn
+
+
+def users_function(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the user's function that a function of mirror calls, or the function itself."""
+    users: Callable[..., Any] = getattr(fn, _USERS, fn)
+    return users
+
+
+def line_of(fn: Callable[..., Any]) -> str:
+    """Returns where a function of the user is defined, such as `train.py:12`; `""` if unknown."""
+    code = code_of(users_function(fn))
+    if code is None or not is_users(code.co_filename):
+        return ""
+    return place(code.co_filename, code.co_firstlineno)
+
+
+@functools.cache
+def _directories() -> tuple[str, ...]:
+    """Returns the directories of the standard library, mirror, JAX, Flax, optax and chex."""
+    modules = [sys.modules["mirror"], jax, flax, optax, chex]
+    packages = [os.path.dirname(module.__file__) + os.sep for module in modules if module.__file__]
+    return (sysconfig.get_paths()["stdlib"] + os.sep, *packages)
+
 
 P = ParamSpec("P")
 R = TypeVar("R")

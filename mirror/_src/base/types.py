@@ -1,9 +1,11 @@
-"""Types of arrays and trees, and the name of the replica axis."""
+"""Types of arrays and trees, the name of the replica axis, and dtypes that JAX restricts."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, TypeVar, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 Array: TypeAlias = jax.Array
@@ -26,3 +28,34 @@ ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, int, float, complex)
 
 REPLICA_AXIS = "replica"
 """Name of the replica axis: `jax.lax.pmean(x, mirror.REPLICA_AXIS)` works inside `run`."""
+
+
+def is_numeric(dtype: Any) -> bool:
+    """Whether JAX supports arrays of this dtype: booleans and numbers, including small floats."""
+    return dtype == np.bool_ or (jnp.issubdtype(dtype, jnp.number) and not is_long(dtype))
+
+
+def is_long(dtype: Any) -> bool:
+    """Whether this is `np.longdouble` or its complex dtype, where these have more than 64 bits."""
+    # By its type: the character "G" is also one of float8_e4m3fnuz.
+    is_one = np.dtype(dtype) in (np.longdouble, np.clongdouble)
+    return is_one and dtype not in (np.float64, np.complex128)
+
+
+def is_float0(leaf: Any) -> bool:
+    """Whether the leaf has the dtype float0, which JAX uses for gradients of integers."""
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
+def num_bytes(aval: Any) -> int:
+    """Returns the size of an array of this shape and dtype."""
+    return int(math.prod(aval.shape) * aval.dtype.itemsize)
+
+
+def keys_like(bits: Any, like: Any) -> Any:
+    """Returns PRNG keys with this key data, of the implementation of other keys, or of a type."""
+    # JAX tells the implementation of an array alone, also of a traced one.
+    impls: list[Any] = []
+    struct = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    jax.eval_shape(lambda keys: impls.append(jax.random.key_impl(keys)), struct)
+    return jax.random.wrap_key_data(bits, impl=impls[0])

@@ -1,16 +1,147 @@
-"""Errors for names that mirror does not have: of other libraries, and misspellings."""
+"""Errors for names and arguments that mirror does not have: of other libraries, and misspellings.
+
+`other_names.md` gives the replacements for names of TensorFlow, Keras and PyTorch, and for guesses.
+"""
 
 import dis
+import functools
+import importlib.resources
 import inspect
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
-from mirror._src.base import lazy_names
+from mirror._src.base import public_names
 from mirror._src.base.errors import nearest_name
-from mirror._src.base.lazy_names import NAMES_OF_PS
-from mirror._src.base.other_names import advice
+from mirror._src.base.naming import signature_of
+from mirror._src.base.public_names import NAMES_OF_PS
+
+
+class NameTable(NamedTuple):
+    """A table of `other_names.md`.
+
+    Attributes:
+        page: Name of the page that shows the table, or "".
+        owner: Module or object whose names it explains, such as "mirror.config" or "strategy"; for
+            arguments, "devices=".
+        prefix: Prefix of the names in the first column.
+        text: The table.
+        rows: The cells of every row. Without a page, the second cell is a sentence.
+    """
+
+    page: str
+    owner: str
+    prefix: str
+    text: str
+    rows: list[tuple[str, str]]
+
+
+_OWNERS = {
+    "strategy": "strategy",
+    "replica_context": "replica_context",
+    "model": "trainer",
+    "variable": "variable",
+    "callbacks": "mirror.callbacks",
+}
+_NAME = re.compile(r"`([A-Za-z_]\w*(?:\.\w+)*)(?:\([^`]*\))?`")
+_DASH = "\N{EN DASH} "
+
+
+def name_tables() -> list[NameTable]:
+    """Returns the tables, guesses first."""
+    text = importlib.resources.files(__package__).joinpath("other_names.md").read_text("utf-8")
+    tables = []
+    for section in text.split("\n## ")[1:]:
+        heading, _, table = section.partition("\n\n")
+        page, _, names = heading.rpartition(": ")
+        owner, _, prefix = names.partition(", ")
+        lines = [line.strip("| ").split(" | ") for line in table.splitlines()[2:] if line]
+        rows = [(theirs, ours) for theirs, ours in lines]
+        tables.append(NameTable(page, owner, prefix, table.strip() + "\n", rows))
+    return tables
+
+
+@functools.cache
+def advice() -> dict[tuple[str, str], str]:
+    """Returns the advice for each name of another library, by owner and name.
+
+    The owners are `mirror` and its modules, "strategy", "replica_context", "trainer" and "variable"
+    for the attributes of objects, and parameters such as "devices=" for arguments.
+
+    >>> advice()["strategy", "experimental_local_results"]
+    'Instead of strategy.experimental_local_results, use strategy.local_results.'
+    """
+    found: dict[tuple[str, str], str] = {}
+    for table in name_tables():
+        for theirs, ours in table.rows:
+            for full_name in _NAME.findall(theirs):
+                head, _, name = full_name.rpartition(".")
+                head = head.partition(".")[0]
+                owner = _OWNERS.get(head, table.owner)
+                shown = full_name if head in _OWNERS else table.prefix + full_name
+                text = ours.replace("`", "")
+                found.setdefault((owner, name), _sentence(shown, text) if table.page else text)
+    return found
+
+
+def _sentence(theirs: str, ours: str) -> str:
+    if ours.startswith(_DASH):
+        return f"There is no equivalent of {theirs}: {ours.removeprefix(_DASH)}."
+    if ours.startswith("pass "):
+        return f"Instead of {theirs}: {ours}."
+    return f"Instead of {theirs}, use {ours}."
+
+
+_SECOND_ARRAY = {"distribute_dataset": 2, "from_arrays": 1}  # which position shows the mistake
+
+
+def mismatch_message(
+    fn: Callable[..., Any], error: TypeError, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> str:
+    """Returns the message for a call that Python rejected, with the signature and an example.
+
+    Args:
+        fn: The function.
+        error: Python's error.
+        args: Positional arguments of the call, with `self`.
+        kwargs: Keyword arguments of the call.
+    """
+    signature = inspect.signature(fn)
+    is_init = fn.__name__ == "__init__"
+    documented = type(args[0]) if is_init else fn
+    name = documented.__name__
+    shown = signature_of(fn, is_method=True)
+    text = str(error).replace(f"{name}.__init__()", f"{name}()")
+    unknown = [key for key in kwargs if key not in signature.parameters]
+    names = [name for name in signature.parameters if name != "self"]
+    hint = _hint(unknown[0], kwargs[unknown[0]], names) if unknown else ""
+    if not unknown and "positional argument" in text and "takes" in text:
+        i = _SECOND_ARRAY.get(name)
+        if i is None or hasattr(args[i], "shape"):
+            hint = advice().get(("too many arguments", name), "")
+    owners = [type(args[0])] if args and "self" in signature.parameters else []
+    example = "" if hint else _example(name, [documented, *owners])
+    return " ".join(filter(None, [f"{text}. The signature is {name}{shown}.", hint, example]))
+
+
+def _hint(name: str, value: object, names: Sequence[str]) -> str:
+    """Returns a sentence about an unknown argument, or ""."""
+    for parameter in ["any", *names]:
+        if (told := advice().get((f"{parameter}=", name))) is not None:
+            return told.replace("{0}", str(value) if isinstance(value, int) else "n")
+    nearest = nearest_name(name, names)
+    return f"Did you mean {nearest}=?" if nearest is not None else ""
+
+
+def _example(name: str, documented: Sequence[Any]) -> str:
+    """Returns the first example of a call in the docstrings, or ""."""
+    texts = "\n".join(each.__doc__ or "" for each in documented)
+    lines = re.findall(r"^ *(?:>>>|\.\.\.) +(.*)", texts, re.M)
+    calls = [line for line in lines if re.search(rf"\b{name}\(", line)]
+    return f"For example: {calls[0].partition('  #')[0].removeprefix('return ')}" if calls else ""
+
 
 _MODULES = ("mirror", "mirror.config", "mirror.data", "mirror.callbacks", "mirror.debugging")
 # Objects whose attributes are looked for in other places, and how programs refer to them.
@@ -38,7 +169,7 @@ def explain_unknown_names(module: str) -> None:
 
 def unknown_name(module: str, name: str, caller: FrameType) -> Exception:
     """Returns the error for a name that a module does not have, in the frame that looks for it."""
-    lazy_names.load()  # if the program has imported only this module
+    public_names.load()  # if the program has imported only this module
     if caller.f_code.co_code[caller.f_lasti] == _IMPORT_FROM:
         # Python would replace an AttributeError by one that does not have this text.
         text = f"cannot import name {name!r} from {module!r}."
@@ -54,7 +185,7 @@ def unknown_attribute(
     """Returns the error for an attribute that an object does not have.
 
     Args:
-        owner: "strategy", "replica_context", "trainer" or "variable"; see `other_names.advice`.
+        owner: "strategy", "replica_context", "trainer" or "variable"; see `advice`.
         value: The object.
         name: Name of the attribute.
         first: Owner whose advice replaces the one for `owner`, such as "parameter servers".

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, final
 
 from mirror._src.base.errors import describe, expected, nearest, require_int
-from mirror._src.base.modules import set_module
+from mirror._src.base.public_names import set_module
 
 TRAINING_JOBS = ("chief", "worker")
 _ADDRESS = re.compile(r"(\[[^\]]+\]|[^:\s]+):(\d+)")

@@ -23,8 +23,8 @@ from mirror._src.cluster.resolvers import (
     TFConfigClusterResolver,
 )
 from mirror._src.devices import backend
+from mirror._src.devices.backend import started, startup_cause, watch_startup
 from mirror._src.devices.physical import list_physical_devices
-from mirror._src.devices.startup import started, startup_cause, watch_startup
 from mirror._version import __version__
 
 _OPTIONS = (

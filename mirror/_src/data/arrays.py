@@ -8,7 +8,7 @@ from typing import Any, Generic, TypedDict, TypeVar, Unpack, final, overload
 import numpy as np
 
 from mirror._src.base.errors import describe, expected, require_int
-from mirror._src.base.modules import set_module
+from mirror._src.base.public_names import set_module
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.types import A, K, PyTree
 from mirror._src.data.batches import HostBatch, host_batch, require_integers_fit

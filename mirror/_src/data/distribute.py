@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Never, TypeAlias, final, get_args
 import jax
 
 from mirror._src.base.errors import counted, describe, expected
-from mirror._src.base.modules import set_module
 from mirror._src.base.naming import keys
+from mirror._src.base.public_names import set_module
 from mirror._src.base.types import PyTree
 from mirror._src.data.batches import (
     Remainder,
@@ -32,8 +32,8 @@ from mirror._src.data.source import (
     StatefulPass,
 )
 from mirror._src.data.step_exchange import Form
-from mirror._src.devices.narrowing import require_fits
 from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.devices.transfer import require_fits
 from mirror._src.engine.per_replica import UNEQUAL_SHAPES, on_local_replicas
 
 _REITERABLE = "an object that can be iterated repeatedly (a list, a DataLoader, a Grain dataset)"

@@ -16,7 +16,7 @@ import numpy as np
 
 from mirror._src.base.errors import ReplicaDivergenceError
 from mirror._src.base.naming import keys, warn_user
-from mirror._src.base.source_lines import line_of_user
+from mirror._src.base.tracebacks import line_of_user
 from mirror._src.base.types import PyTree
 from mirror._src.cluster import store
 from mirror._src.data.batches import (

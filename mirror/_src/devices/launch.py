@@ -16,6 +16,7 @@ A wider pool (`PJRT_NPROC`) would also prevent the deadlock, but XLA splits oper
 
 import contextlib
 import itertools
+import os
 import threading
 import time
 from collections import deque
@@ -28,6 +29,31 @@ from mirror._src.base.types import Array
 from mirror._src.devices import eager_work as eager
 from mirror._src.devices import launches
 from mirror._src.devices.launches import Described
+
+_started_in: int | None = None  # the process in which the first strategy was created
+
+
+def started_in() -> int:
+    """Returns the id of the process in which strategies work, which is the first to call this."""
+    global _started_in
+    if _started_in is None:
+        _started_in = os.getpid()
+    return _started_in
+
+
+def require_not_forked() -> None:
+    """Checks that this process has not been forked since the first strategy was created.
+
+    Raises:
+        RuntimeError: If it has.
+    """
+    if os.getpid() != started_in():
+        raise RuntimeError(
+            f"Process {os.getpid()} was forked from process {started_in()}, in which JAX runs. A "
+            "fork copies no threads, so a step would wait forever. Start the process with "
+            'multiprocessing.get_context("spawn"), or use NumPy only in workers of a data loader.'
+        )
+
 
 MOST_IN_FLIGHT = 2
 _FIRST_SLEEP_SECS, _LONGEST_SLEEP_SECS = 5e-5, 0.02

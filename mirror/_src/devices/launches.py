@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 import jax
 
 from mirror._src.base import clock
-from mirror._src.base.modules import set_module
+from mirror._src.base.public_names import set_module
 from mirror._src.base.types import Array
 
 # Recorded at the end of each compilation, in its thread. A test fails when JAX renames it.

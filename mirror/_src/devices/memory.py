@@ -1,11 +1,27 @@
-"""Memory statistics of a device."""
+"""The memory of a device, and of the machine."""
 
+import contextlib
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mirror._src.devices import backend
 from mirror._src.devices.resolve import DeviceLike, canonicalize_device
+
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def host_memory() -> int | None:
+    """Returns the bytes of memory of the machine, or of the container; `None` if unknown."""
+    limits = []
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # not on Windows
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for file in _LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # "max"
+            limits.append(int(Path(file).read_text(encoding="utf-8")))
+    return min(limits, default=None)
+
 
 _ALLOCATOR = "XLA_PYTHON_CLIENT_ALLOCATOR"
 

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from mirror._src.base.modules import set_module
+from mirror._src.base.public_names import set_module
 
 SPELLINGS = "'/cpu:0', 'GPU:1', '/device:GPU:1', '/job:localhost/replica:0/task:0/device:GPU:1'"
 JOB = "/job:localhost/replica:0/task:0"

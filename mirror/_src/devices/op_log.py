@@ -39,7 +39,7 @@ import jax
 from jax.extend.core import get_opaque_trace_state, set_current_trace, take_current_trace
 
 from mirror._src.base.errors import describe, expected
-from mirror._src.base.source_lines import line_of_user
+from mirror._src.base.tracebacks import line_of_user
 from mirror._src.devices.backend import logical_name, names, place
 
 _logger = logging.getLogger("mirror")

@@ -11,12 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from mirror._src.base.dtypes import num_bytes
-from mirror._src.base.types import REPLICA_AXIS, Array
+from mirror._src.base.types import REPLICA_AXIS, Array, num_bytes
 from mirror._src.devices.backend import names, type_of
 from mirror._src.devices.described import is_described
-from mirror._src.devices.transfer import NoMesh, is_remote, is_tracing, local_copy, move
-from mirror._src.devices.unstacked import UnstackedArrays
+from mirror._src.devices.transfer import (
+    NoMesh,
+    UnstackedArrays,
+    is_remote,
+    is_tracing,
+    local_copy,
+    move,
+)
 
 
 class Kind(NamedTuple):

@@ -1,9 +1,9 @@
 """The device configuration: visible devices, logical devices, memory.
 
 Each setter validates its arguments, sets the options that JAX reads when its backend starts
-(`state`, `jax_options`), and stores the configuration. It therefore applies no matter what starts
+(`jax_options`), and stores the configuration. It therefore applies no matter what starts
 the backend. Settings that the user made by other means take precedence, with a warning; visible
-devices can be chosen among those that the user's settings select (`user_settings`).
+devices can be chosen among those that the user's settings select.
 """
 
 import logging
@@ -16,17 +16,31 @@ from jax.experimental.compilation_cache import compilation_cache
 from mirror._src.base.compile_cache import DIRECTORY, LEAST_SECS, cache_options
 from mirror._src.base.errors import InvalidDeviceError, counted, expected, require_int
 from mirror._src.base.naming import warn_user
-from mirror._src.devices import state
-from mirror._src.devices.backend import default_devices, devices_of_type, names, type_of
+from mirror._src.devices import jax_options
+from mirror._src.devices.backend import (
+    default_devices,
+    devices_of_type,
+    lock,
+    names,
+    started,
+    startup_cause,
+    type_of,
+    watch_startup,
+)
 from mirror._src.devices.jax_options import (
     CACHE_DIRECTORY,
     CACHE_LEAST_SECS,
     HOST_THREADS,
     MEMORY_FRACTION,
+    MIB,
     PLATFORMS,
     PREALLOCATE,
     VISIBLE_GPUS,
+    LogicalDeviceConfiguration,
+    host_devices_of_user,
     names_gpus,
+    require_host_devices,
+    require_within_users,
 )
 from mirror._src.devices.names import PhysicalDevice
 from mirror._src.devices.physical import (
@@ -36,14 +50,7 @@ from mirror._src.devices.physical import (
     of_type,
     require_physical,
 )
-from mirror._src.devices.startup import lock, started, startup_cause, watch_startup
-from mirror._src.devices.state import MIB, LogicalDeviceConfiguration
-from mirror._src.devices.unused_gpus import warn_about_gpus
-from mirror._src.devices.user_settings import (
-    host_devices_of_user,
-    require_host_devices,
-    require_within_users,
-)
+from mirror._src.devices.resolve import warn_about_gpus
 
 _logger = logging.getLogger("mirror")
 _soft = False
@@ -58,7 +65,7 @@ def get_visible_devices(device_type: str | None = None) -> list[PhysicalDevice]:
     >>> get_visible_devices("CPU")
     [PhysicalDevice(name='/physical_device:CPU:0', device_type='CPU')]
     """
-    return of_type((CPU, *state.visible_gpus()), device_type)
+    return of_type((CPU, *jax_options.visible_gpus()), device_type)
 
 
 def set_visible_devices(
@@ -101,11 +108,11 @@ def set_visible_devices(
     gpus = list_physical_devices("GPU")
     visible = tuple(gpu for gpu in gpus if gpu in chosen)
     with lock:
-        if visible == state.visible_gpus() and (visible or state.has_no_gpu_to_hide()):
+        if visible == jax_options.visible_gpus() and (visible or jax_options.has_no_gpu_to_hide()):
             return
         _require_not_started("Visible devices")
         require_within_users(gpus, visible)
-        state.change(visible_gpus=visible)
+        jax_options.change(visible_gpus=visible)
 
 
 def get_logical_device_configuration(
@@ -119,7 +126,7 @@ def get_logical_device_configuration(
     >>> (cpu,) = list_physical_devices("CPU")
     >>> configurations = get_logical_device_configuration(cpu)
     """
-    configured = state.current().logical.get(require_physical(device))
+    configured = jax_options.current().logical.get(require_physical(device))
     return None if configured is None else list(configured)
 
 
@@ -165,7 +172,7 @@ def set_logical_device_configuration(
     limits = [each.memory_limit for each in new]
     is_cpu = device.device_type == "CPU"
     with lock:
-        logical = state.current().logical
+        logical = jax_options.current().logical
         if logical.get(device) == new:
             return
         (_require_no_limits if is_cpu else _require_limits)(device, limits)
@@ -174,7 +181,7 @@ def set_logical_device_configuration(
             require_host_devices(len(new))
         elif any(limits) and MEMORY_FRACTION.of_user is not None:
             _logger.warning("Ignoring memory_limit: %s takes precedence.", MEMORY_FRACTION)
-        state.change(logical={**logical, device: new})
+        jax_options.change(logical={**logical, device: new})
 
 
 def set_num_cpu_devices(n: int) -> None:
@@ -226,7 +233,7 @@ def get_num_cpu_threads() -> int:
         if started():
             devices = len(devices_of_type("CPU"))
         else:
-            partitions, fixed = state.num_partitions(CPU), host_devices_of_user()
+            partitions, fixed = jax_options.num_partitions(CPU), host_devices_of_user()
             devices = partitions or (fixed[0] if fixed else 1)
     return max(int(count) if count and count.isdigit() else cores or 1, devices)
 
@@ -295,7 +302,7 @@ def first_devices(count: int) -> tuple[jax.Device, ...]:
     with lock:
         was_started = started()
         if not was_started and _uses_host_devices():
-            partitions = state.num_partitions(CPU)
+            partitions = jax_options.num_partitions(CPU)
             fixed = host_devices_of_user() if partitions is None else (partitions, "mirror.config")
             if fixed is None:
                 set_num_cpu_devices(count)
@@ -335,7 +342,7 @@ def _uses_host_devices() -> bool:
     platforms = PLATFORMS.value
     if platforms is not None and not names_gpus(platforms):
         return "cpu" in platforms.split(",")
-    return state.has_no_gpu_to_hide()
+    return jax_options.has_no_gpu_to_hide()
 
 
 def get_memory_growth(device: PhysicalDevice) -> bool | None:
@@ -350,7 +357,7 @@ def get_memory_growth(device: PhysicalDevice) -> bool | None:
     of_user = PREALLOCATE.of_user
     if of_user is not None:
         return _grows(of_user)
-    return state.current().growth.get(device)
+    return jax_options.current().growth.get(device)
 
 
 def set_memory_growth(device: PhysicalDevice, enable: bool) -> None:
@@ -378,7 +385,7 @@ def set_memory_growth(device: PhysicalDevice, enable: bool) -> None:
     device = _require_gpu(require_physical(device))
     _require_bool("enable", enable)
     with lock:
-        configured = state.current()
+        configured = jax_options.current()
         if device in configured.logical:
             raise ValueError(
                 f"Memory growth cannot be set on {device.name}, which has logical devices "
@@ -392,7 +399,7 @@ def set_memory_growth(device: PhysicalDevice, enable: bool) -> None:
         if of_user is not None or configured.growth.get(device) == enable:
             return
         _require_not_started("Physical devices")
-        state.change(growth={**configured.growth, device: enable})
+        jax_options.change(growth={**configured.growth, device: enable})
 
 
 def get_soft_device_placement() -> bool:
@@ -466,21 +473,21 @@ def set_compilation_cache(directory: str | os.PathLike[str] | None = None) -> No
 
 def in_words() -> list[tuple[str, str, str]]:
     """Returns the configuration as rows of setting, value and origin."""
-    partitions, fixed = state.num_partitions(CPU), host_devices_of_user()
+    partitions, fixed = jax_options.num_partitions(CPU), host_devices_of_user()
     if partitions is not None and (fixed is None or partitions <= fixed[0]):
         hosts = (str(partitions), "set by mirror.config")
     elif fixed is not None:
         hosts = (str(fixed[0]), f"{fixed[1]}, set by you")
     else:
         hosts = ("1", "default")
-    is_configured = state.current().visible_gpus is not None
+    is_configured = jax_options.current().visible_gpus is not None
     growth = "default" if PREALLOCATE.value is None else str(_grows(PREALLOCATE.value))
     return [
         ("host devices", *hosts),
         ("platforms", str(PLATFORMS.value or "all"), PLATFORMS.source),
         (
             "visible GPUs",
-            state.ids(state.visible_gpus()) or "none",
+            jax_options.ids(jax_options.visible_gpus()) or "none",
             "set by mirror.config" if is_configured else VISIBLE_GPUS.source,
         ),
         ("memory growth", growth, PREALLOCATE.source),
@@ -515,7 +522,7 @@ def _require_limits(gpu: PhysicalDevice, limits: Sequence[float | None]) -> None
             f"memory_limit={given} MiB on {gpu.name} adds up to {sum(given):g} MiB, but the GPU "
             f"has {total / MIB:.0f} MiB. Reduce the limits."
         )
-    if state.current().growth.get(gpu):
+    if jax_options.current().growth.get(gpu):
         raise ValueError(
             f"{gpu.name} cannot be split or limited, because memory growth is enabled. Disable it "
             "first: set_memory_growth(gpu, False)."

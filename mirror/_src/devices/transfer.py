@@ -1,16 +1,96 @@
-"""Moves arrays between devices, and inspects their buffers."""
+"""Moves arrays between the host and devices, and inspects their buffers.
+
+Without `jax_enable_x64`, JAX converts host arrays of 64 bits as it transfers them, and integers
+lose their upper bits without a warning: the label `2**32 + 3` becomes 3. Floats are rounded. So
+integers that do not fit are rejected.
+"""
 
 import contextlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mirror._src.base.errors import describe
 from mirror._src.base.types import Array
 from mirror._src.devices.op_log import unlogged
-from mirror._src.devices.unstacked import UnstackedArrays
+
+
+class UnstackedArrays:
+    """Per-replica arrays that differ in length, or whose devices cannot form a mesh.
+
+    The single leaf of a `PerReplica` value, in place of a stacked array.
+
+    Args:
+        arrays: Arrays in replica order, with the same dtype and number of dimensions.
+    """
+
+    __slots__ = ("arrays",)
+
+    def __init__(self, arrays: Sequence[Array | np.ndarray]) -> None:
+        self.arrays = tuple(arrays)
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The number of replicas, then the shape of each replica's array; identifies programs."""
+        return (len(self.arrays), *self.shapes)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of each replica's array."""
+        return tuple(array.shape for array in self.arrays)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype, the same on every replica."""
+        return self.arrays[0].dtype
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether all arrays have the same shape."""
+        return len(set(self.shapes)) == 1
+
+    def __repr__(self) -> str:
+        return f"UnstackedArrays({self.dtype}, {', '.join(map(str, self.shapes))})"
+
+
+ENABLE_64_BITS = "jax.config.update('jax_enable_x64', True)"
+
+
+def require_fits(name: str | Callable[[], str], leaf: Any) -> None:
+    """Checks an array of the user before its transfer; reads only arrays of 64-bit integers.
+
+    Args:
+        name: Name of the array for the message, or a function that returns it.
+        leaf: A NumPy or JAX array or a number; anything else is ignored.
+
+    Raises:
+        ValueError: If an integer would change.
+    """
+    dtype = getattr(leaf, "dtype", None)
+    if dtype is None or dtype not in (np.int64, np.uint64):
+        return
+    narrow = jax.dtypes.canonicalize_dtype(dtype)
+    if narrow == dtype or isinstance(leaf, jax.core.Tracer) or not leaf.size:
+        return
+    values, limits = np.asarray(leaf), np.iinfo(narrow)
+    for value in (values.max(), values.min()):
+        if not limits.min <= value <= limits.max:
+            name = name if isinstance(name, str) else name()
+            raise ValueError(does_not_fit(name, leaf, int(value), str(narrow)))
+
+
+def does_not_fit(name: str, leaf: Any, value: int, dtype: str) -> str:
+    """Returns the message for an integer that does not fit a dtype of 32 bits."""
+    contains = "" if isinstance(leaf, int) else f" and contains {value}"
+    return (
+        f"{name} is {describe(leaf)}{contains}, which does not fit {dtype}, JAX's default for it. "
+        f"Pass smaller integers or a float, or enable 64-bit types: {ENABLE_64_BITS}."
+    )
+
 
 _is_deleted = operator.methodcaller("is_deleted")
 

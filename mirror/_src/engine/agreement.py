@@ -16,11 +16,11 @@ from mirror._src.base.errors import (
 )
 from mirror._src.cluster import agreement
 from mirror._src.cluster.start import agreement_secs
-from mirror._src.devices.same_bits import digest_of
-from mirror._src.engine.call import Call
+from mirror._src.devices.device_checks import digest_of
+from mirror._src.engine.arguments import Call
 from mirror._src.engine.executor import Executor, ReplicaProgram
 from mirror._src.jaxprs.text import HEAD, Line, checksum, lines_of
-from mirror._src.passes.lower import table
+from mirror._src.passes import lower
 
 _SHOWN = 3
 _WIDTH = 160
@@ -128,7 +128,7 @@ def _settings(program: ReplicaProgram, executor: Executor) -> list[Line]:
         Line(f"step {program.name}"),
         Line(f"{len(replicas)} replicas, {replicas.replicas_per_device} per device"),
         Line(f"executor {executor.name}, pack_bytes={executor.pack_bytes}"),
-        Line(f"{table.VARIABLE}={table.setting()}"),
+        Line(f"{lower.VARIABLE}={lower.setting()}"),
         Line(f"donated inputs {list(program.donated)}"),
         *(Line(f"devices that compute the bits {bits}") for bits in _digests(executor)),
         Line(f"outputs {[kind.is_own for kind in program.outputs]}"),

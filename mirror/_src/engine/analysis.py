@@ -9,27 +9,27 @@ from jax.extend.core import ClosedJaxpr
 
 from mirror._src.base.errors import ReplicaDivergenceError
 from mirror._src.base.types import Array
-from mirror._src.engine.call import Call
-from mirror._src.engine.donated_state import carried_state, drift_message
+from mirror._src.engine.arguments import Call
 from mirror._src.engine.nnx.metrics import Update, merge
 from mirror._src.engine.plan import (
     LeafOutcome,
     Merge,
     Plan,
+    carried_state,
     cause,
     divergence_message,
+    drift_message,
     find_merges,
     leaf_outcomes,
     require_means,
     unmerged_message,
 )
 from mirror._src.engine.reduce_op import ReduceOp
+from mirror._src.engine.replica_context import replica
 from mirror._src.engine.replica_function import TracedStep
-from mirror._src.engine.scopes import replica
 from mirror._src.jaxprs.marks import Mark
-from mirror._src.jaxprs.origins import lost_updates
+from mirror._src.jaxprs.origins import lost_updates, summed_noise
 from mirror._src.jaxprs.proof import Notes, prove
-from mirror._src.jaxprs.summed_noise import summed_noise
 from mirror._src.jaxprs.trace import struct_of, trace
 from mirror._src.passes.passes import rewritten
 from mirror._src.passes.program import Program, Settings

@@ -10,16 +10,20 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from mirror._src.base.dtypes import is_float0, is_numeric
 from mirror._src.base.errors import counted, describe
-from mirror._src.base.types import Array, PyTree
-from mirror._src.devices.narrowing import ENABLE_64_BITS, does_not_fit, require_fits
+from mirror._src.base.types import Array, PyTree, is_float0, is_numeric
 from mirror._src.devices.op_log import placement_log
 from mirror._src.devices.replicas import Kind, ReplicaDevices
-from mirror._src.devices.transfer import any_deleted, buffers_of, move
-from mirror._src.devices.unstacked import UnstackedArrays
-from mirror._src.engine.arguments import ref_message
-from mirror._src.engine.call import Call
+from mirror._src.devices.transfer import (
+    ENABLE_64_BITS,
+    UnstackedArrays,
+    any_deleted,
+    buffers_of,
+    does_not_fit,
+    move,
+    require_fits,
+)
+from mirror._src.engine.arguments import Call, ref_message
 from mirror._src.engine.mesh import require_not_stacked
 from mirror._src.engine.program import StepProgram
 from mirror._src.engine.recent_arrays import RecentArrays, WeakArrays, address

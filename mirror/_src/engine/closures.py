@@ -1,20 +1,265 @@
-"""Rejects state that a step reads from outside its arguments: closure, globals, bound objects."""
+"""Inputs of a step outside its arguments: closure, globals, bound objects, and what these contain.
+
+State among them is rejected, variables of mirror are captured, and arrays become constants. Reading
+a constant is valid, and so is a constant that `strategy.run` returned, such as the mean of a
+dataset. A mistake shows later: the name of the array refers to another one, and the compiled step
+still uses the old one. Nothing tells when a name is rebound, so later calls look it up again.
+
+A jaxpr lists the constants of a trace, but not the variables that they were read from, and no
+public API reports what a step reads. The names in its code are a guess, because `co_names` also
+contains names of attributes: for `x.model`, it returns the global `model`. Callers may only use it
+where an extra object does no harm. Delete the guess once the jaxpr says where a constant is from.
+"""
 
 import contextlib
+import functools
+import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType, ModuleType
-from typing import Any
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import CellType, CodeType, FrameType, ModuleType
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.extend.core import ClosedJaxpr, set_current_trace, take_current_trace
 
 from mirror._src.base.errors import describe
 from mirror._src.base.keras_library import STATELESS_CALL, has_variables, library, variables_of
-from mirror._src.base.naming import name_of, parameter_names
-from mirror._src.engine.environment import bound_by, reachable, reachable_in, referenced
+from mirror._src.base.naming import code_of, is_our_module, name_of, parameter_names
+from mirror._src.base.tracebacks import is_users
 from mirror._src.engine.nnx.structure import is_object
+from mirror._src.engine.storage import dtype_of, read_value, shape_of
 from mirror._src.engine.variable import Variable
+from mirror._src.jaxprs.equations import arrays_in
+
+_DEPTH = 3  # `trainer.state["losses"][0]`
+_MOST_ITEMS = 50  # from each end of a container: a list that a step appends to may be long
+_LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, jax.Array, ModuleType)
+
+Named = Iterable[tuple[str, Any]]
+
+
+def reachable(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the values that a function can reach, with their paths, such as `losses[0]`."""
+    yield from _expanded(referenced(fn), set(), _DEPTH)
+
+
+def reachable_in(frames: Iterable[FrameType]) -> Iterator[tuple[str, Any]]:
+    """Yields the values that running functions can reach, innermost function first."""
+    seen: set[int] = set()
+    for frame in reversed(list(frames)):
+        # A comprehension has its own frame before Python 3.12, whose iterator is named `.0`.
+        named = [(name, value) for name, value in frame.f_locals.items() if name.isidentifier()]
+        yield from _expanded([*named, *_globals_of(frame.f_code, frame.f_globals)], seen, _DEPTH)
+
+
+def referenced(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
+    """Returns what a function names: what is bound to it, defaults of parameters, and globals."""
+    named, fn = _bound(fn)
+    code = code_of(fn)
+    if code is None:
+        return named
+    defaults = getattr(fn, "__defaults__", None) or ()
+    parameters = code.co_varnames[: code.co_argcount]
+    named += zip(parameters[len(parameters) - len(defaults) :], defaults, strict=True)
+    named += (getattr(fn, "__kwdefaults__", None) or {}).items()
+    return [*named, *_globals_of(code, getattr(fn, "__globals__", {}))]
+
+
+def _bound(fn: Callable[..., Any]) -> tuple[list[tuple[str, Any]], Callable[..., Any]]:
+    """Returns what is bound to a function, and the function without partials and decorators."""
+    named: list[tuple[str, Any]] = []
+    while isinstance(fn, functools.partial):
+        named += [(f"args[{i}]", value) for i, value in enumerate(fn.args)]
+        named += fn.keywords.items()
+        fn = fn.func
+    owner = getattr(fn, "__self__", None)
+    with contextlib.suppress(ValueError):  # wraps itself
+        fn = inspect.unwrap(fn)
+    code = code_of(fn)
+    if owner is None and code is None:
+        owner = fn  # an object with `__call__`
+    if owner is not None:
+        named.append(("self", owner))
+    if code is not None:
+        named += zip(code.co_freevars, map(_contents, fn.__closure__ or ()), strict=True)
+    return named, fn
+
+
+def _contents(cell: CellType) -> Any:
+    """Returns the value in a cell of a closure, or None if the cell is still empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _globals_of(code: CodeType, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the globals that a function or the functions defined in it may read."""
+    for name in code.co_names:
+        value = values.get(name)
+        if name in values:
+            yield name, value
+        if isinstance(value, ModuleType) and _is_users(value):
+            own = vars(value)
+            yield from ((f"{name}.{each}", own[each]) for each in code.co_names if each in own)
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _globals_of(const, values)
+
+
+def _expanded(named: Named, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    """Yields named values and what they contain, breadth first, each value once."""
+    inner: list[tuple[str, Any]] = []
+    for path, value in named:
+        if id(value) in seen and not isinstance(value, _LEAVES):
+            continue
+        seen.add(id(value))
+        yield path, value
+        if depth and not isinstance(value, _LEAVES):
+            with contextlib.suppress(Exception):  # a proxy whose attributes raise
+                inner += _contained(path, value)
+    if inner:
+        yield from _expanded(inner, seen, depth - 1)
+
+
+def _contained(path: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, list | tuple):
+        return [(f"{path}[{i}]", value[i]) for i in _ends(range(len(value)))]
+    if isinstance(value, dict):
+        return [(f"{path}[{key!r}]", value[key]) for key in _ends(list(value))]
+    if isinstance(value, set | frozenset):
+        return [(path, item) for item in _ends(list(value))]
+    if isinstance(value, jax.core.Tracer | nnx.Pytree | nnx.Variable):
+        return []
+    code = code_of(inspect.unwrap(value)) if callable(value) else None
+    if code is not None:
+        return referenced(value) if is_users(code.co_filename) else []
+    # The attributes of an object, and its methods, which may read globals.
+    classes = value.__mro__ if isinstance(value, type) else type(value).__mro__
+    owners = [cls for cls in reversed(classes) if _is_users(sys.modules.get(cls.__module__))]
+    attributes = {name: item for cls in owners for name, item in vars(cls).items()}
+    if not isinstance(value, type):
+        attributes |= getattr(value, "__dict__", {})
+    return [(f"{path}.{name}", attributes[name]) for name in _ends(list(attributes))]
+
+
+def _ends(items: Any) -> list[Any]:
+    """Returns the items from both ends of a long sequence."""
+    return [*items[:_MOST_ITEMS], *items[_MOST_ITEMS:][-_MOST_ITEMS:]]
+
+
+def _is_users(module: ModuleType | None) -> bool:
+    file = getattr(module, "__file__", None)
+    name = getattr(module, "__name__", "")
+    return is_users(file) if file else name not in sys.stdlib_module_names
+
+
+class Captures:
+    """Variables that a step reads or writes without receiving them as arguments.
+
+    Args:
+        known: Variables captured by an earlier trace of the step, each with its stand-in in this
+            trace.
+        local: Variables of this trace, which need no stand-in.
+
+    Attributes:
+        discovered: Variables that this trace captured for the first time.
+    """
+
+    def __init__(self, known: Sequence[tuple[Variable, Variable]], local: Sequence[Any]) -> None:
+        self._stand_ins = {id(variable): clone for variable, clone in known}
+        self._local = set(map(id, local))
+        with take_current_trace() as trace:
+            self._trace = trace
+        self.discovered: list[Variable] = []
+
+    def stand_in(self, variable: Variable) -> Variable:
+        """Returns the variable that replaces `variable` in the current trace."""
+        value = read_value(variable)
+        is_traced = isinstance(value, jax.core.Tracer)
+        if is_traced or id(variable) in self._local or getattr(variable, "_can_update", False):
+            return variable  # created inside the step, as by `jax.tree.map(f, v)`
+        clone = self._stand_ins.get(id(variable))
+        if clone is None:  # first use: the step will be traced again, with this variable as input
+            self.discovered.append(variable)
+            # The first use may be inside a nested transformation. In its trace the zeros would be
+            # tracers that the rest of the step must not use.
+            with set_current_trace(self._trace):
+                zeros = jnp.zeros(shape_of(value), dtype_of(value))
+                clone = cast(Variable, variable.copy(zeros))
+            self._stand_ins[id(variable)] = clone
+            self._local.add(id(clone))
+        return clone
+
+
+def captured_arrays(fn: Callable[..., Any], program: ClosedJaxpr) -> dict[str, Any]:
+    """Returns the float arrays from outside its arguments that a step has read, by path."""
+    constants = {_identity(const) for const in [*arrays_in(program), *program.consts]}
+    constants.discard(None)
+    if not constants or is_our_module(getattr(fn, "__module__", None)):
+        return {}
+    return {path: value for path, value in reachable(fn) if _identity(value) in constants}
+
+
+def is_time_to_look(runs: int) -> bool:
+    """Whether to look for stale arrays before a call: at 1, 2, 4, 8, ... completed runs.
+
+    A look takes longer than a call of a small step, so that not every call can have one.
+    """
+    return runs > 0 and runs & (runs - 1) == 0
+
+
+def stale_array(fn: Callable[..., Any], captured: Mapping[str, Any]) -> str | None:
+    """Returns the message for a captured array whose name refers to another array now, or None."""
+    now: dict[str, list[Any]] = defaultdict(list)
+    for path, value in reachable(fn):
+        if path in captured:
+            now[path].append(value)
+    for path, values in now.items():
+        if all(_differs(captured[path], value) for value in values):
+            return _message(fn, path, captured[path])
+    return None
+
+
+def _differs(old: Any, new: Any) -> bool:
+    """Whether an array replaces another one and has other values."""
+    if new is old or not _is_float(new) or isinstance(new, jax.core.Tracer):
+        return False
+    if new.shape != old.shape or new.dtype != old.dtype:
+        return True
+    try:
+        return np.asarray(new).tobytes() != np.asarray(old).tobytes()
+    except Exception:  # deleted, or on the devices of other processes
+        return False
+
+
+def _identity(value: Any) -> object:
+    """Returns what is equal for a float array and its constant in a program; None for others."""
+    if not _is_float(value):
+        return None
+    if isinstance(value, jax.Array):
+        return id(value)
+    return value.ctypes.data, value.shape, value.strides  # of which the constant is a view
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray) and jnp.issubdtype(value.dtype, jnp.inexact)
+
+
+def _message(fn: Callable[..., Any], path: str, array: Any) -> str:
+    name, own = name_of(fn), path.rpartition(".")[2].partition("[")[0]
+    arguments = ", ".join([own, *parameter_names(fn)])
+    return (
+        f"{name} still uses the first {path!r}, {describe(array)}, and ignores its new value: an "
+        "array that a step reads from outside its arguments is a constant of the compiled step. "
+        f"Pass it as an argument: def {name}({arguments}), and strategy.run({name}, ({arguments}"
+        f"{',' if arguments == own else ''}))."
+    )
 
 
 def require_nothing_bound(fn: Callable[..., Any]) -> None:
@@ -23,7 +268,7 @@ def require_nothing_bound(fn: Callable[..., Any]) -> None:
     Raises:
         ValueError: If there is such an object.
     """
-    for name, value in bound_by(fn):
+    for name, value in _bound(fn)[0]:
         if _would_be_constant(value):
             is_owner = name == "self"
             what = f"{type(value).__name__!r} that it is bound to" if is_owner else repr(name)

@@ -1,4 +1,4 @@
-"""`CrossDeviceOps`: base class for implementations of the collectives."""
+"""`CrossDeviceOps`: base class for implementations of the collectives, and argument checks."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -10,36 +10,103 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from mirror._src.base.errors import describe, require_int
-from mirror._src.base.modules import set_module
+from mirror._src.base.public_names import set_module
 from mirror._src.base.tracebacks import api_boundary
-from mirror._src.base.types import Array, ArrayLike, PyTree
+from mirror._src.base.types import ARRAY_LIKE, Array, ArrayLike, PyTree, is_numeric
 from mirror._src.devices.backend import names
 from mirror._src.devices.launches import StalledError
 from mirror._src.devices.names import LogicalDevice
-from mirror._src.devices.resolve import DeviceLike, canonicalize_device
-from mirror._src.devices.transfer import NoMesh, is_tracing, move
-from mirror._src.engine.by_hand import (
-    devices_of,
-    replica_devices,
-    require_array,
-    require_reducible,
+from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.devices.resolve import (
+    DeviceLike,
+    canonicalize_device,
+    canonicalize_replica_devices,
 )
+from mirror._src.devices.transfer import NoMesh, UnstackedArrays, any_deleted, is_tracing, move
 from mirror._src.engine.in_step import bind_all_reduce
-from mirror._src.engine.on_host import fold
-from mirror._src.engine.per_replica import PerReplica, brief, is_per_replica, spans_processes
+from mirror._src.engine.per_replica import (
+    PerReplica,
+    brief,
+    held_by,
+    is_per_replica,
+    spans_processes,
+)
 from mirror._src.engine.reduce_op import (
     ReduceOp,
     Reduction,
     accumulator,
+    fold,
     prepare,
     require_op,
     result_dtype,
 )
 from mirror._src.jaxprs.collective_eqns import is_replica_source
-from mirror._src.jaxprs.equations import equations
+from mirror._src.jaxprs.equations import equations, user_line
 from mirror._src.jaxprs.primitives import CALLBACK, op_of
 from mirror._src.jaxprs.trace import trace_inside
-from mirror._src.jaxprs.user_lines import user_line
+
+_DONATED = "its buffer was donated to an earlier `run`. Use the array that `run` returned."
+
+
+def require_array(value: ArrayLike) -> Array | np.ndarray:
+    """Returns the operand of `broadcast` as an array.
+
+    Raises:
+        ValueError: If `value` is a deleted array.
+        TypeError: If `value` is neither an array nor a number.
+    """
+    if isinstance(value, jax.Array):
+        if value.is_deleted():
+            raise ValueError(f"Cannot broadcast a deleted array, {describe(value)}: {_DONATED}")
+        return value
+    if not isinstance(value, ARRAY_LIKE) or not is_numeric(np.asarray(value).dtype):
+        raise TypeError(
+            f"broadcast expects an array or a number, got {describe(value)}. For a pytree, "
+            "broadcast each leaf with jax.tree.map."
+        )
+    return np.array(value, jnp.result_type(value))
+
+
+def require_reducible(value: PerReplica) -> PerReplica:
+    """Returns the operand of `reduce` unchanged.
+
+    Raises:
+        ValueError: If the replicas' values differ in shape or have been deleted.
+    """
+    if len(set(value.shapes)) > 1:
+        raise ValueError(
+            f"Cannot reduce {value!r}: its values differ in shape "
+            f"({', '.join(map(str, value.shapes))}). Reduce each value over its own axis first: "
+            "strategy.reduce(op, x, axis=0)."
+        )
+    held = held_by(value)
+    arrays = held.arrays if isinstance(held, UnstackedArrays) else [held]
+    if any_deleted([array for array in arrays if isinstance(array, jax.Array)]):
+        raise ValueError(f"Cannot reduce {value!r}: {_DONATED}")
+    return value
+
+
+def replica_devices(devices: DeviceLike | Sequence[DeviceLike]) -> ReplicaDevices:
+    """Returns the devices that one name or a list of names identifies."""
+    several = list(devices) if isinstance(devices, list | tuple) else [devices]
+    return ReplicaDevices(canonicalize_replica_devices(several))
+
+
+def devices_of(value: PerReplica) -> ReplicaDevices | None:
+    """Returns the devices of a value with one array per device, or with all arrays on one device.
+
+    Returns `None` for any other value, such as one that is on the host.
+    """
+    if spans_processes(value):
+        array: Any = held_by(value)
+        return ReplicaDevices(tuple(array.sharding.mesh.devices.flat))
+    values = value.values
+    arrays = [array for array in values if isinstance(array, jax.Array)]
+    devices = tuple(device for array in arrays for device in array.devices())
+    if not len(arrays) == len(devices) == len(values):
+        return None
+    return ReplicaDevices(devices) if len(set(devices)) in (1, len(devices)) else None
+
 
 _HOST_PACK_BYTES = 32 * 1024
 # Each collective is a round of messages between all devices. Separate all-reduces of 1 MiB take 1.7

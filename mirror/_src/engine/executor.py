@@ -1,25 +1,28 @@
-"""`Executor`, `MeshExecutor`, and the programs that they compile."""
+"""`Executor`, `MeshExecutor`, and the programs that they compile and launch."""
 
 import abc
+import contextlib
 import functools
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
+from mirror._src.base import interrupts
 from mirror._src.base.errors import describe
 from mirror._src.base.types import Array
 from mirror._src.devices.described import GpuCompilerError
+from mirror._src.devices.device_checks import OPTIONS_ON_GPUS, digest_of
 from mirror._src.devices.eager_work import bound_eager_work
-from mirror._src.devices.launch import is_needed
+from mirror._src.devices.launch import compiling, is_needed, launch
 from mirror._src.devices.launches import Described, Site
 from mirror._src.devices.replicas import Kind, ReplicaDevices
-from mirror._src.devices.same_bits import OPTIONS_ON_GPUS, digest_of
-from mirror._src.engine.compiled import CompiledProgram, MeshProgram
 from mirror._src.engine.mapping import (
     STAGED,
     Mapping,
@@ -29,18 +32,154 @@ from mirror._src.engine.mapping import (
     rules_inside,
 )
 from mirror._src.jaxprs.collective_eqns import has_effects, is_collective, kind_of
-from mirror._src.jaxprs.equations import arrays_in, equations, with_inner
+from mirror._src.jaxprs.equations import arrays_in, equations, line_within, user_line, with_inner
 from mirror._src.jaxprs.primitives import CALLBACK
 from mirror._src.jaxprs.trace import abstract, abstract_row, context_token
-from mirror._src.jaxprs.user_lines import line_within, user_line
 from mirror._src.passes.callbacks import CallbackGuard, is_callback
 from mirror._src.passes.collective_rules import Reduction
 from mirror._src.passes.evaluate import Lowering, Rules
-from mirror._src.passes.order.turns import COMPILER_OPTIONS, Turns
+from mirror._src.passes.on_device import (
+    CALLED_SEQUENTIALLY,
+    OnDevice,
+    Vectorized,
+    vectorized,
+)
+from mirror._src.passes.order import COMPILER_OPTIONS, Turns
 from mirror._src.passes.program import Program, Settings
-from mirror._src.passes.staging.on_device import OnDevice
-from mirror._src.passes.staging.stages import stage_program
-from mirror._src.passes.staging.vectorized import CALLED_SEQUENTIALLY, Vectorized, vectorized
+from mirror._src.passes.staging import stage_program
+
+_locks: WeakValueDictionary[str, threading.RLock] = WeakValueDictionary()
+_lock = threading.Lock()
+_config: Any = jax.config  # JAX 0.10 does not declare its options as attributes
+
+
+class CompiledProgram(abc.ABC):
+    """A replica program that is ready to run."""
+
+    @abc.abstractmethod
+    def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
+        """Runs the program.
+
+        Args:
+            leaves: Mirrored arrays, and arrays or `UnstackedArrays` of per-replica values.
+            outputs: An empty list that receives the outputs as soon as they exist. Extra elements
+                may follow them.
+        """
+
+    @abc.abstractmethod
+    def compile(self) -> None:
+        """Makes XLA compile the program before it first runs. Not in two threads at a time."""
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Bytes that the compiled program needs on each device; `None` if they are unknown."""
+        return None
+
+
+@final
+class MeshProgram(CompiledProgram):
+    """A replica program that is a single XLA program.
+
+    Args:
+        compiled: The function of `jax.jit`.
+        more: Arrays that every launch gets after its leaves.
+        bounded: Whether its launches are bounded; see `launch`.
+        described: What it is, for reports.
+        types: Types of its leaves.
+        ends_in_python: Whether JAX runs Python code between a launch and its results.
+    """
+
+    def __init__(
+        self,
+        compiled: Any,
+        more: Sequence[Array],
+        bounded: bool,
+        described: Described,
+        types: Sequence[jax.ShapeDtypeStruct],
+        *,
+        ends_in_python: bool = False,
+    ) -> None:
+        self._described = described
+        self._types = types
+        self._is_compiled = False
+        self._executable: jax.stages.Compiled | None = None
+        self._weak_outputs: dict[tuple[bool, ...], Sequence[bool]] = {}
+        self._ends_in_python = ends_in_python
+        self._compiled = compiled
+        self._more = list(more)
+        self._bounded = bounded
+
+    def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
+        """See `CompiledProgram`. If launches are bounded, the last output is a token."""
+        arguments = [*leaves, *self._more]
+        if self._is_compiled and not self._ends_in_python:
+            launch(self._compiled, arguments, outputs, self._described, bounded=self._bounded)
+            return
+        # A first call runs Python code after the launch, and compiles unless `compile` has.
+        with interrupts.DeferredInterrupts(watches=not self._is_compiled):
+            launch(
+                self._compiled,
+                arguments,
+                outputs,
+                self._described,
+                bounded=self._bounded,
+                compiles=not self._is_compiled,
+            )
+        self._is_compiled = True
+
+    def compile(self) -> None:
+        """See `CompiledProgram`."""
+        self.compile_for([type_.weak_type for type_ in self._types])
+
+    def compile_for(self, weak: Sequence[bool]) -> Sequence[bool]:
+        """Compiles the program, and returns whether the type of each output is weak.
+
+        Args:
+            weak: Whether the type of each input is weak.
+        """
+        key = tuple(weak)
+        if key not in self._weak_outputs:
+            types = [
+                type_.update(weak_type=is_weak)
+                for type_, is_weak in zip(self._types, weak, strict=True)
+            ]
+            with interrupts.DeferredInterrupts(watches=True), compiling(self._described):
+                traced = self._compiled.trace(*types, *self._more)
+                lowered = traced.lower()
+                # JAX keeps the executable, which later calls with arrays of these types find; see
+                # `tests/engine/test_compiling_in_threads.py`.
+                with _cache_entry(self._described.name):
+                    self._executable = lowered.compile()
+                avals = traced.jaxpr.out_avals
+                self._weak_outputs[key] = [getattr(aval, "weak_type", False) for aval in avals]
+                self._is_compiled = True
+        return self._weak_outputs[key]
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """See `CompiledProgram`."""
+        memory = None if self._executable is None else self._executable.memory_analysis()
+        if memory is None:
+            return None
+        sizes = memory.argument_size_in_bytes, memory.output_size_in_bytes
+        return sum(sizes) - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+
+    def lower(self, leaves: Sequence[Any]) -> jax.stages.Lowered:
+        """Returns the program lowered for these leaves, for its text and memory analysis."""
+        return self._compiled.lower(*leaves, *self._more)
+
+
+def _cache_entry(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Returns the lock to hold while a program is compiled, or nothing.
+
+    A thread can read a file of JAX's compilation cache of which another one has written the first
+    half (JAX 0.10.2, 0.12.0.1). JAX then warns, and compiles. Equal programs have equal names.
+    """
+    if not _config.jax_compilation_cache_dir:
+        return contextlib.nullcontext()
+    with _lock:
+        return _locks.setdefault(name, threading.RLock())
+
 
 _WITHOUT_RACES = "xla_gpu_exclude_nondeterministic_ops"
 _SCATTER_BYTES = "xla_gpu_reduce_scatter_combine_threshold_bytes"

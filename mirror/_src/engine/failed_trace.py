@@ -13,10 +13,9 @@ import numpy as np
 
 from mirror._src.base.errors import counted, describe
 from mirror._src.base.naming import code_of, name_of, parameter_names, signature_of
-from mirror._src.base.source_lines import is_own, is_users, place
+from mirror._src.base.tracebacks import is_own, is_users, place
 from mirror._src.base.types import ARRAY_LIKE
-from mirror._src.engine.arguments import ObjectPlaceholder
-from mirror._src.engine.call import Call
+from mirror._src.engine.arguments import Call, ObjectPlaceholder
 from mirror._src.engine.closures import captured_message, stale_message
 from mirror._src.engine.mesh import failed_mapping_message, unbound_axis_message
 from mirror._src.engine.per_replica import PerReplica

@@ -18,11 +18,11 @@ from mirror._src.devices.launches import has_finished
 from mirror._src.devices.op_log import unlogged
 from mirror._src.devices.transfer import NoMesh, local_copy
 from mirror._src.engine.agreement import require_same_launch
-from mirror._src.engine.call import Call
-from mirror._src.engine.nnx.table import ObjectTable
+from mirror._src.engine.arguments import Call
+from mirror._src.engine.nnx.record import ObjectTable
 from mirror._src.engine.program import StepProgram
 from mirror._src.engine.recent_arrays import WeakArrays
-from mirror._src.jaxprs.fingerprint import fingerprint
+from mirror._src.jaxprs.text import fingerprint
 
 _LARGE = 2**16  # bytes; of larger arrays, the device computes a fingerprint
 _fingerprint_of = jax.jit(fingerprint)

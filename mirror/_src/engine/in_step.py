@@ -1,11 +1,30 @@
-"""The collectives that a replica executes in a step: all-reduce and all-gather."""
+"""The collectives that a replica executes in a step, and the stack of the replicas of a thread.
+
+`replica_context` defines the frames of the stack.
+"""
+
+import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from mirror._src.base.types import Array
+from mirror._src.base.types import REPLICA_AXIS, Array
 from mirror._src.engine.reduce_op import ReduceOp, accumulator
-from mirror._src.engine.stack import current_axis
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[Any] = []
+
+
+stack = _Stack()
+
+
+def current_axis() -> str:
+    """Returns the name of the replica axis in the step that this thread traces."""
+    replica = stack.frames[-1].replica if stack.frames else None
+    return REPLICA_AXIS if replica is None else replica._axis_name
 
 
 def bind_all_reduce(op: ReduceOp, leaf: Array, *, narrow: bool = False) -> Array:

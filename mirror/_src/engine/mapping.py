@@ -10,7 +10,7 @@ Five mappings compute the same. The first three run one replica per device:
 - `shard_map`: the devices of several processes, because `jax.pmap` maps over the devices of its own
   process only (JAX 0.10.2, 0.12.0.1), or state in slices, which the axes of `jax.pmap` cannot
   express.
-- `vmap`: several replicas per device. `passes.staging.vectorized` evaluates the staged program:
+- `vmap`: several replicas per device. `passes.on_device` evaluates the staged program:
   `jax.vmap` maps what is between two collectives over the replicas of a device. With several
   devices, this is inside a `jax.shard_map`, so that XLA has nothing to partition. If XLA partitions
   a single `jax.vmap` over all replicas instead, gradients of pointwise convolutions are wrong,
@@ -28,7 +28,7 @@ from mirror._src.devices.replicas import Kind, ReplicaDevices
 from mirror._src.passes.callbacks import CallbackGuard
 from mirror._src.passes.collective_rules import CollectiveRules, Reduction, uses_gloo
 from mirror._src.passes.evaluate import Rules
-from mirror._src.passes.lower.table import rules_for
+from mirror._src.passes.lower import rules_for
 
 Mapping = Literal["jit", "pmap", "shard_map", "vmap", "in turn"]
 Outputs = tuple[Any, ...]

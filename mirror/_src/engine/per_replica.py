@@ -9,15 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mirror._src.base.dtypes import is_long, is_numeric
 from mirror._src.base.errors import describe, nearest_name
 from mirror._src.base.keras_library import GLOBAL_BATCHES, loads_batches
-from mirror._src.base.modules import set_module
-from mirror._src.base.source_lines import is_library
-from mirror._src.base.types import REPLICA_AXIS, Array, ArrayLike
+from mirror._src.base.public_names import set_module
+from mirror._src.base.tracebacks import is_library
+from mirror._src.base.types import REPLICA_AXIS, Array, ArrayLike, is_long, is_numeric
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.devices.transfer import NoMesh, is_remote, move, with_axis, without_axis
-from mirror._src.devices.unstacked import UnstackedArrays
+from mirror._src.devices.transfer import (
+    NoMesh,
+    UnstackedArrays,
+    is_remote,
+    move,
+    with_axis,
+    without_axis,
+)
 
 UNEQUAL_SHAPES = (
     "The replicas' values differ in shape, but the replicas are in several processes, which run "

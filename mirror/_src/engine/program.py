@@ -1,32 +1,30 @@
-"""`StepProgram`: a traced and proved step, compiled."""
+"""`StepProgram`: a traced and proved step, compiled; `ExaminedStep`: a call of one, for reports."""
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from mirror._src.base.dtypes import num_bytes
-from mirror._src.base.errors import bytes_in_words, counted
-from mirror._src.base.source_lines import line_of
-from mirror._src.base.types import Array
+from mirror._src.base.errors import bytes_in_words, counted, describe
+from mirror._src.base.tracebacks import line_of
+from mirror._src.base.types import Array, num_bytes
 from mirror._src.devices.launch import wait_for
 from mirror._src.devices.op_log import placement_log
 from mirror._src.devices.replicas import Kind
-from mirror._src.devices.unstacked import UnstackedArrays
+from mirror._src.devices.transfer import UnstackedArrays
 from mirror._src.engine.agreement import require_no_failure
 from mirror._src.engine.analysis import Analysis
-from mirror._src.engine.call import Call
-from mirror._src.engine.compiled import CompiledProgram
-from mirror._src.engine.executor import Executor, ReplicaProgram
+from mirror._src.engine.arguments import Call
+from mirror._src.engine.closures import captured_arrays
+from mirror._src.engine.executor import CompiledProgram, Executor, MeshProgram, ReplicaProgram
 from mirror._src.engine.per_replica import PerReplica
 from mirror._src.engine.plan import Plan
 from mirror._src.engine.recent_arrays import KnownLeaves, MirroredCopies, RecentArrays
-from mirror._src.engine.replica_function import ReplicaFunction
-from mirror._src.engine.stale import captured_arrays
+from mirror._src.engine.replica_function import ReplicaFunction, TracedStep
 from mirror._src.jaxprs.collective_eqns import is_collective, kind_of
-from mirror._src.jaxprs.equations import with_inner
+from mirror._src.jaxprs.equations import arrays_in, with_inner
 from mirror._src.passes.callbacks import CallbackGuard, calls_back
 from mirror._src.passes.program import Program
 
@@ -227,3 +225,45 @@ def _result_tree(step: ReplicaFunction, plan: Plan) -> Any:
         for i in range(step.out_tree.num_leaves)
     ]
     return jax.tree.structure(step.out_tree.unflatten(slots))
+
+
+class ExaminedStep(NamedTuple):
+    """A call that is ready to run.
+
+    Attributes:
+        call: The call.
+        traced: Its trace.
+        leaves: Inputs of the program: arrays, or shapes and dtypes of arrays that do not exist.
+        kinds: For each input, whether it is per-replica, mirrored or sharded.
+        lowered: The lowered program, not yet compiled; `None` for a staged program.
+    """
+
+    call: Call
+    traced: TracedStep
+    leaves: Sequence[Any]
+    kinds: Sequence[Kind]
+    lowered: jax.stages.Lowered | None
+
+
+def examine(
+    call: Call, traced: TracedStep, program: StepProgram, leaves: Sequence[Any]
+) -> ExaminedStep:
+    """Returns a call with its trace and its program."""
+    compiled = program.compiled
+    lowered = compiled.lower(leaves) if isinstance(compiled, MeshProgram) else None
+    return ExaminedStep(call, traced, leaves, program.kinds, lowered)
+
+
+class ArrayEscapedError(ValueError):
+    """Raised if a step uses an array of another trace."""
+
+
+def require_no_escaped_arrays(traced: TracedStep) -> None:
+    """Rejects a step that uses an array of another trace.
+
+    Raises:
+        ArrayEscapedError: If it uses one. The message is the array's shape and dtype.
+    """
+    for array in arrays_in(traced.jaxpr):
+        if isinstance(array, jax.core.Tracer):
+            raise ArrayEscapedError(describe(array))

@@ -1,6 +1,8 @@
-"""`ReduceOp`, and the dtypes of reductions."""
+"""`ReduceOp`, the dtypes of reductions, and reductions with NumPy in host memory."""
 
 import enum
+import math
+from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -8,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirror._src.base.errors import describe, expected, nearest_name
-from mirror._src.base.modules import set_module
+from mirror._src.base.public_names import set_module
 from mirror._src.base.types import Array
 
 
@@ -125,3 +127,42 @@ def accumulator(dtype: Any) -> Any:
     """Returns the dtype to sum in: float32 for half precision, which overflows and loses digits."""
     half = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
     return jnp.float32 if half else dtype
+
+
+_UFUNCS: dict[ReduceOp, Any] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+}
+
+
+def fold(op: ReduceOp, values: Iterable[np.ndarray]) -> np.ndarray:
+    """Reduces arrays into one buffer, in the order in which they arrive.
+
+    Args:
+        op: `SUM`, `MIN` or `MAX`.
+        values: At least one array, all of the same shape and dtype. Half precision is summed in
+            float32.
+
+    Returns:
+        An array of the shape and dtype of the values.
+    """
+    values = iter(values)
+    first = next(values)
+    dtype = first.dtype
+    total = aligned(first.shape, accumulator(dtype) if op is ReduceOp.SUM else dtype)
+    total[...] = first
+    del first  # memory holds the total and one replica's value at a time
+    with np.errstate(all="ignore"):  # infinity and NaN are values, as on the devices
+        for value in values:
+            _UFUNCS[op](total, value.astype(total.dtype, copy=False), out=total)
+        return total.astype(dtype, copy=False)
+
+
+def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Returns an uninitialized array whose memory is aligned to 64 bytes, as XLA requires."""
+    dtype = np.dtype(dtype)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(num_bytes + 64, np.uint8)
+    start = -memory.__array_interface__["data"][0] % 64
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)

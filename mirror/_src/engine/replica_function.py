@@ -9,25 +9,27 @@ import numpy as np
 from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
-from mirror._src.base.dtypes import is_float0, is_long, is_numeric
 from mirror._src.base.errors import describe
 from mirror._src.base.naming import keys, name_of
-from mirror._src.base.types import ARRAY_LIKE, Array, StepFunction
-from mirror._src.devices.unstacked import UnstackedArrays
-from mirror._src.engine.arguments import equinox_positions, is_number, ref_message, require_no_keras
-from mirror._src.engine.call import Call
-from mirror._src.engine.captures import Captures
+from mirror._src.base.types import ARRAY_LIKE, Array, StepFunction, is_float0, is_long, is_numeric
+from mirror._src.devices.transfer import UnstackedArrays
+from mirror._src.engine.arguments import (
+    Call,
+    equinox_positions,
+    is_number,
+    ref_message,
+    require_no_keras,
+)
 from mirror._src.engine.closures import (
+    Captures,
     keeps_keras,
     require_nothing_bound,
     require_nothing_captured,
 )
 from mirror._src.engine.failed_trace import explain_failed_trace
 from mirror._src.engine.mesh import require_no_mapping
-from mirror._src.engine.nnx.clones import ReplicaCopies
-from mirror._src.engine.nnx.structure import is_object
-from mirror._src.engine.replica_context import ReplicaGroup
-from mirror._src.engine.scopes import replica
+from mirror._src.engine.nnx.structure import ReplicaCopies, is_object
+from mirror._src.engine.replica_context import ReplicaGroup, replica
 from mirror._src.engine.variable import Variable
 from mirror._src.jaxprs.equations import arrays_in
 from mirror._src.jaxprs.marks import Mark

@@ -19,15 +19,15 @@ from mirror._src.base.naming import name_of
 from mirror._src.base.types import PyTree, StepFunction
 from mirror._src.cluster import store
 from mirror._src.cluster.ledger import ledger
-from mirror._src.devices.forked import require_not_forked, started_in
+from mirror._src.devices.launch import require_not_forked, started_in
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import require_not_lost
-from mirror._src.engine import step_warnings
 from mirror._src.engine.agreement import require_agreement
 from mirror._src.engine.analysis import Analysis, analyze
 from mirror._src.engine.argument_placer import ArgumentPlacer, require_canonical
 from mirror._src.engine.arguments import (
     HOISTS,
+    Call,
     Layout,
     hoist_nested,
     kinds,
@@ -35,17 +35,13 @@ from mirror._src.engine.arguments import (
     require_no_tracers,
     require_static,
 )
-from mirror._src.engine.auto_shard import fitting
-from mirror._src.engine.call import Call
-from mirror._src.engine.choice import choose
+from mirror._src.engine.choice import choose, fitting
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
-from mirror._src.engine.examined import ExaminedStep, examine, require_no_escaped_arrays
 from mirror._src.engine.executor import Executor, SignatureChanged
 from mirror._src.engine.host_values import HostValues
 from mirror._src.engine.mesh import outside_traces
-from mirror._src.engine.nnx.record import Record
-from mirror._src.engine.nnx.table import ObjectTable
-from mirror._src.engine.program import StepProgram
+from mirror._src.engine.nnx.record import ObjectTable, Record
+from mirror._src.engine.program import ExaminedStep, StepProgram, examine, require_no_escaped_arrays
 from mirror._src.engine.replica_context import ReplicaGroup
 from mirror._src.engine.replica_function import (
     Identity,
@@ -55,8 +51,18 @@ from mirror._src.engine.replica_function import (
     trace_step,
     types_of,
 )
-from mirror._src.engine.staged.executor import StagedExecutor
-from mirror._src.engine.step import Step, Steps
+from mirror._src.engine.staged import StagedExecutor
+from mirror._src.engine.step import (
+    MAX_NEW_FUNCTIONS,
+    Step,
+    Steps,
+    warn_about_drift,
+    warn_about_leaks,
+    warn_about_lost_updates,
+    warn_about_proof,
+    warn_about_recompilation,
+    warn_about_stale_arrays,
+)
 from mirror._src.engine.variable import Variable
 from mirror._src.jaxprs.trace import abstract, abstract_row, context_token
 from mirror._src.passes.callbacks import in_callback
@@ -180,7 +186,7 @@ class Runner:
                     if self._host_values is not None:
                         self._agree(call, program, passed, leaves, prepared.new)
                     if program.captured_arrays:
-                        step_warnings.warn_about_stale_arrays(
+                        warn_about_stale_arrays(
                             step.warned, fn, program.captured_arrays, program.runs
                         )
                     try:
@@ -470,13 +476,13 @@ class Runner:
         self._placer.accept_sharded(program.final)
         step, lone = self._steps.of(call.fn), self._steps.lone(call.fn)
         warned, notes, n = step.warned, analysis.notes, len(self.replicas)
-        step_warnings.warn_about_proof(warned, call, notes, analysis.marks, n)
-        step_warnings.warn_about_drift(step, call, analysis, n)
-        step_warnings.warn_about_lost_updates(warned, call, notes)
-        step_warnings.warn_about_leaks(warned, call.fn)
+        warn_about_proof(warned, call, notes, analysis.marks, n)
+        warn_about_drift(step, call, analysis, n)
+        warn_about_lost_updates(warned, call, notes)
+        warn_about_leaks(warned, call.fn)
         if self.on_new_step is not None:
             self.on_new_step(call, analysis, warned)
-        if lone is not None and lone.count >= step_warnings.MAX_NEW_FUNCTIONS - 1:
-            step_warnings.warn_about_recompilation(lone.warned, call.fn)
+        if lone is not None and lone.count >= MAX_NEW_FUNCTIONS - 1:
+            warn_about_recompilation(lone.warned, call.fn)
         self._steps.limit_size()
         return program

@@ -1,43 +1,52 @@
-"""`Variable`: an `nnx.Variable` with the interface of `tf.Variable`."""
+"""`Variable`: an `nnx.Variable` with the interface of `tf.Variable`.
+
+A variable that is `"on_read"` has one value per replica, which are aggregated when it is read.
+"""
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
 
-from mirror._src.base.modules import set_module
-from mirror._src.base.other_names import advice
-from mirror._src.base.types import Array, ArrayLike
-from mirror._src.base.unknown_names import unknown_attribute
-from mirror._src.devices.transfer import place_like
-from mirror._src.engine.all_reduce import AllReduce
-from mirror._src.engine.conversion import (
+from mirror._src.base.errors import counted
+from mirror._src.base.public_names import set_module
+from mirror._src.base.types import Array, ArrayLike, PyTree
+from mirror._src.base.unknown_names import advice, unknown_attribute
+from mirror._src.devices.backend import names
+from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.devices.transfer import UnstackedArrays, place_like
+from mirror._src.engine.all_reduce import AllReduce, ReductionToOneDevice
+from mirror._src.engine.per_replica import (
+    held_by,
+    is_per_replica,
+    local_ids,
+    per_replica,
+    spans_processes,
+)
+from mirror._src.engine.replica_context import ReplicaContext, current_frame
+from mirror._src.engine.storage import (
     Aggregation,
     Synchronization,
+    are_arrays,
     convert,
+    dtype_of,
+    first_value,
     initial_value,
     label,
     one_of,
+    read_value,
     reject_tensorflow_arguments,
     require_aggregation_keeps_dtype,
-)
-from mirror._src.engine.one_device import ReductionToOneDevice
-from mirror._src.engine.per_replica import is_per_replica, local_ids, per_replica, spans_processes
-from mirror._src.engine.raw_value import read_value, slot
-from mirror._src.engine.replica_context import ReplicaContext
-from mirror._src.engine.scopes import current_frame
-from mirror._src.engine.storage import (
-    are_arrays,
-    dtype_of,
-    first_value,
     rows_like,
     shape_of,
     shares,
+    slot,
     store_per_replica,
 )
 
@@ -383,3 +392,54 @@ def _target(variable: Variable) -> Variable:
     context = _current_replica()
     captures = None if context is None else context.captures
     return variable if captures is None else captures.stand_in(variable)
+
+
+def is_on_read(holder: object) -> bool:
+    """Whether an object is a variable with one value per replica."""
+    return isinstance(holder, Variable) and holder.is_on_read
+
+
+def collapse(objects: Sequence[Any]) -> None:
+    """Replaces per-replica values of variables by the single value that is read outside a step."""
+    for _, node in nnx.iter_graph(tuple(objects)):
+        if is_on_read(node):
+            value = node.get_raw_value()
+            is_unreadable = node.aggregation == "none" and is_per_replica(value)
+            single = np.asarray(value.values[0]) if is_unreadable else node[...]
+            node.set_raw_value(jnp.asarray(single))
+
+
+def unwrapped(tree: PyTree) -> PyTree:
+    """Replaces variables by their values: a `PerReplica` for an `"on_read"` variable."""
+    return jax.tree.map(
+        lambda leaf: leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf,
+        tree,
+        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable) or is_per_replica(leaf),
+    )
+
+
+def spread_over(variable: Variable, replicas: ReplicaDevices) -> Any:
+    """Returns the values of an `"on_read"` variable, laid out on these replicas.
+
+    A variable that has had a single value until now reads the same afterwards.
+
+    Raises:
+        ValueError: If the variable has values for another number of replicas.
+    """
+    value = variable.get_raw_value()
+    if not is_per_replica(value):
+        array = np.asarray(value)
+        is_sum = variable.aggregation == "sum"
+        rows = shares(array, len(replicas)) if is_sum else [array] * len(replicas)
+        return held_by(store_per_replica(rows, replicas))
+    if value.num_replicas != len(replicas):
+        raise ValueError(
+            f"The strategy has {counted(len(replicas), 'replica')} on {names(replicas.devices)}, "
+            f"but {variable.described} has values for {value.num_replicas}. Create the variable "
+            "inside the strategy's scope()."
+        )
+    stacked = held_by(value)
+    is_in_place = isinstance(stacked, jax.Array) and stacked.sharding == replicas.stacked
+    if is_in_place or (isinstance(stacked, UnstackedArrays) and replicas.are_mixed):
+        return stacked
+    return replicas.stack(np.stack([np.asarray(row) for row in value.values]))

@@ -1,15 +1,48 @@
-"""`Explanation`: the parts of a step's time, as text, tables and a figure."""
+"""`strategy.explain`: measures where a step's time goes, on copies of its objects.
+
+`Explanation` shows the measured parts as text, tables and a figure. Dispatch is measured with an
+empty step rather than as the duration of `run`: on host devices, `run` may compute before it
+returns. Other baselines are the whole batch on one replica, and the collectives alone.
+"""
 
 import html
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mirror._src.base.errors import bytes_in_words, counted
-from mirror._src.base.modules import set_module
-from mirror._src.base.tables import Table, new_figure
-from mirror._src.base.terminal import wrap
-from mirror._src.inspection.memory_report import MemoryReport
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mirror._src.base.errors import bytes_in_words, counted, first_line
+from mirror._src.base.naming import name_of
+from mirror._src.base.public_names import set_module
+from mirror._src.base.terminal import Table, new_figure, wrap
+from mirror._src.base.types import Array, PyTree, StepFunction, is_numeric
+from mirror._src.devices.memory import memory_info
+from mirror._src.engine.agreement import require_same_call
+from mirror._src.engine.arguments import hoist_nested
+from mirror._src.engine.per_replica import PerReplica, is_per_replica, on_replicas
+from mirror._src.engine.runner import Runner
+from mirror._src.engine.variable import collapse
+from mirror._src.inspection.measurement import (
+    Batches,
+    IdleTimes,
+    Trial,
+    copy_of,
+    gathered,
+    idle_times,
+    in_a_loop,
+    placed_on,
+    restore,
+    variables_of,
+    whole_batch,
+    with_objects,
+)
+from mirror._src.inspection.memory import MemoryReport, memory_report
+from mirror._src.inspection.program_report import CollectiveRow, describe_program
 
 
 class Seconds(NamedTuple):
@@ -217,3 +250,208 @@ class Explanation:
         if file is not None:
             figure.savefig(file, dpi=120)
         return figure
+
+
+class Runners(NamedTuple):
+    """Runners of the measured programs.
+
+    Attributes:
+        many: Runner of the strategy.
+        scratch: Second runner on the same devices, for programs that are run only here.
+        single: Runner of a strategy with one replica.
+    """
+
+    many: Runner
+    scratch: Runner
+    single: Runner
+
+
+def empty_trial(scratch: Runner, trial: Trial, batch: tuple[PyTree, ...]) -> Trial:
+    """Returns a step that computes nothing, with the same number of arrays of one element each."""
+    replicas, changed = scratch.replicas, trial.changed
+
+    def small(leaf: Any) -> Any:
+        if is_per_replica(leaf):
+            zeros = PerReplica.from_stacked(np.zeros((len(replicas), 1), leaf.dtype))
+            return on_replicas(zeros, replicas)
+        if isinstance(leaf, jax.Array | np.ndarray) and is_numeric(leaf.dtype):
+            return replicas.mirror(np.zeros(1, leaf.dtype))
+        return leaf
+
+    def step(*args: Any, **kwargs: Any) -> list[Array]:
+        variables = variables_of(hoist_nested(args, kwargs).objects)
+        for variable, is_changed in zip(variables, changed, strict=True):
+            if is_changed:
+                zeros = jax.tree.map(jnp.zeros_like, variable.get_raw_value())
+                variable.set_raw_value(zeros)
+        return [jnp.zeros(1)] * trial.num_results
+
+    step.__name__ = "empty_step"
+    args, kwargs = trial.arguments(batch)
+    hoisted = hoist_nested(args, kwargs)
+    objects = copy_of(hoisted.objects)
+    for variable in variables_of(objects):
+        value = variable.get_raw_value()
+        variable.set_raw_value(jax.tree.map(small, value, is_leaf=is_per_replica))
+    tree = jax.tree.map(small, hoisted.tree, is_leaf=is_per_replica)
+    empty = Trial(scratch, step, *with_objects(tree, objects))
+    empty.warm_up(())
+    return empty
+
+
+def one_replica_secs(
+    runners: Runners,
+    fn: StepFunction,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    steps: int,
+) -> tuple[float | None, str]:
+    """Returns the seconds per step on one replica with the whole batch, or why it is unknown."""
+    hoisted = hoist_nested(args, kwargs)
+    leaves = jax.tree.leaves(hoisted.tree, is_leaf=is_per_replica)
+    if not any(map(is_per_replica, leaves)):
+        return None, "no batch is split across the replicas"
+    if len(runners.many.replicas) == 1:
+        return None, "the strategy has only one replica"
+    tree = gathered(runners.scratch, hoisted.tree)
+    try:
+        whole = jax.tree.map(whole_batch, tree, is_leaf=is_per_replica)
+        objects = copy_of(hoisted.objects)
+        collapse(objects)
+        placed = placed_on(with_objects(whole, objects), runners.single.replicas)
+        trial = Trial(runners.single, fn, *placed)
+        trial.warm_up(())
+        (times,) = idle_times(Batches(None), [trial], steps)
+        return times.run, ""
+    except (ValueError, TypeError, jax.errors.JaxRuntimeError) as error:
+        return None, f"one replica cannot run it: {first_line(error)}"
+
+
+def collective_secs(scratch: Runner, rows: Sequence[CollectiveRow], steps: int) -> float:
+    """Returns the seconds that all collectives of a step take without the computation."""
+    if len(scratch.replicas) == 1:
+        return 0.0
+    by_trips: dict[int, list[CollectiveRow]] = {}
+    for row in rows:
+        # PRNG keys are small and skipped.
+        if row.avals and all(is_numeric(aval.dtype) for aval in row.avals):
+            by_trips.setdefault(row.least_trips, []).append(row)
+    return sum(trips * _time_group(scratch, group, steps) for trips, group in by_trips.items())
+
+
+def _time_group(scratch: Runner, rows: Sequence[CollectiveRow], steps: int) -> float:
+    """Returns the seconds that these collectives take in sequence, without the launch overhead."""
+    avals = [aval for row in rows for aval in row.avals]
+
+    def make() -> list[Array]:
+        number = jax.lax.axis_index(scratch.replicas.axis_name)
+        return [jnp.full(aval.shape, number, aval.dtype) for aval in avals]
+
+    def communication(buffers: list[Array]) -> list[Array]:
+        results: list[Array] = []
+        for row in rows:
+            # Without the barrier, the executor would pack independent collectives into one.
+            start = len(results)
+            operands = buffers[start : start + len(row.avals)]
+            operands, results = jax.lax.optimization_barrier((operands, results))
+            results = [*results, *row.execute(operands, scratch.replicas.axis_name)]
+        return [_first(out) for out in jax.lax.optimization_barrier(results)]
+
+    def no_communication(buffers: list[Array]) -> list[Array]:
+        return [_first(out) for out in jax.lax.optimization_barrier(buffers)]
+
+    buffers = scratch.run(make, (), {})
+    trials = [Trial(scratch, step, (buffers,), {}) for step in (communication, no_communication)]
+    for trial in trials:
+        trial.warm_up(())
+    with_collectives, without = idle_times(Batches(None), trials, steps)
+    return max(0.0, with_collectives.run - without.run)
+
+
+def _first(array: Array) -> Array:
+    """Returns the first element, so that returning results takes no time."""
+    return array.ravel()[:1]
+
+
+_MOST_COLLECTIVE_STEPS = 10
+
+
+def explain(
+    runners: Runners,
+    fn: StepFunction,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    data: Iterable[PyTree] | None,
+    steps: int,
+) -> Explanation:
+    """Implements `Strategy.explain`."""
+    many = runners.many
+    if many.replicas.spans_processes:
+        # The numbers of launches depend on nothing else, so that every process makes the same.
+        takes = "batches" if data is not None else "no batches"
+        require_same_call(f"explain({name_of(fn)})", [f"explain: {steps} steps, {takes}"])
+    batches = Batches(data)
+    first = batches.take()
+    many.traced(fn, (*args, *first), kwargs)  # finds the variables that the step captures
+    captured = many.captured(fn)
+    saved = copy_of(captured)
+    try:
+        trial = Trial(many, fn, args, kwargs)
+        program = describe_program(many, lambda: runners.single, fn, *trial.arguments(first))
+        memory = memory_report(many.examined(fn, *trial.arguments(first)), many.replicas)
+        trial.warm_up(first)
+        empty = empty_trial(runners.scratch, trial, first)
+        in_a_loop(trial, batches, steps)  # uses up batches that were prefetched while XLA compiled
+        wall = in_a_loop(trial, batches, steps)
+        idle, empty_times = idle_times(batches, [trial, empty], steps)
+        restore(captured, saved)
+        collapse(captured)
+        single_secs, reason = one_replica_secs(runners, fn, (*args, *first), kwargs, steps)
+    finally:
+        restore(captured, saved)
+    communication = collective_secs(
+        runners.scratch, program.collectives, min(steps, _MOST_COLLECTIVE_STEPS)
+    )
+    return Explanation(
+        step=program.step,
+        devices=tuple(map(str, many.replicas.devices)),
+        on_host=many.replicas.on_host,
+        steps=steps,
+        wall_secs=wall,
+        secs=split(wall, idle, empty_times.run, communication),
+        num_arrays=len(jax.tree.leaves((nnx.state(trial.objects), *trial.arguments(first)))),
+        num_collectives=sum(row.least_trips for row in program.collectives),
+        collective_bytes=sum(row.least_trips * row.num_bytes for row in program.collectives),
+        speedup=single_secs / idle.run if single_secs else None,
+        no_speedup_because=reason,
+        memory=memory,
+        device_memory=memory_info(many.replicas.local_devices[0].memory_stats()) or {},
+    )
+
+
+def split(wall: float, idle: IdleTimes, dispatch: float, communication: float) -> Seconds:
+    """Splits the wall time of a step into its parts.
+
+    The host (input, transfer, dispatch) and the devices work at the same time. The slower side
+    counts in full, because the wall time cannot be shorter; the faster side counts only for the
+    time by which the wall time is longer. If the wall time is longer than both together, both are
+    slower in the loop, where steps share cores with the host: the slower side then grows by the
+    same factor.
+
+    >>> split(10.0, IdleTimes(input=6.0, transfer=0.0, run=8.0), dispatch=2.0, communication=3.0)
+    Seconds(input=6.0, transfer=0.0, dispatch=2.0, compute=1.0, communication=1.0)
+    """
+    dispatch = min(dispatch, idle.run)
+    host, devices = idle.input + idle.transfer + dispatch, idle.run - dispatch
+    slowdown = max(1.0, wall / (host + devices)) if host + devices else 1.0
+    slower_side = min(max(host, devices) * slowdown, wall)
+    on_host = slower_side if host >= devices else wall - slower_side
+    scale = on_host / host if host else 0.0
+    share = min(communication / devices, 1.0) if devices else 0.0
+    return Seconds(
+        input=scale * idle.input,
+        transfer=scale * idle.transfer,
+        dispatch=scale * dispatch,
+        compute=(wall - on_host) * (1 - share),
+        communication=(wall - on_host) * share,
+    )

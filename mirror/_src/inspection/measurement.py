@@ -1,24 +1,137 @@
-"""Runs a step on copies of its objects and measures it, in a loop and on idle devices."""
+"""Runs a step on copies of its objects and measures it, in a loop, in turns and on idle devices.
+
+`benchmarks/` measures in turns by a function of its own: its parent process and its hand-written
+contenders must not import `mirror`.
+"""
 
 import functools
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mirror._src.base.measure import in_turns
-from mirror._src.base.types import PyTree, StepFunction
+from mirror._src.base.types import Array, PyTree, StepFunction
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.devices.unstacked import UnstackedArrays
-from mirror._src.engine.arguments import hoist_nested
+from mirror._src.devices.transfer import UnstackedArrays
+from mirror._src.engine.arguments import ObjectPlaceholder, hoist_nested
 from mirror._src.engine.nnx.structure import is_object
-from mirror._src.engine.per_replica import held_by, is_per_replica, on_replicas
+from mirror._src.engine.per_replica import (
+    PerReplica,
+    held_by,
+    is_per_replica,
+    on_replicas,
+    spans_processes,
+)
+from mirror._src.engine.replica_context import current_frame
 from mirror._src.engine.runner import Runner
-from mirror._src.inspection.trial_objects import copy_of, with_objects
+from mirror._src.engine.variable import Variable
+
+_T = TypeVar("_T")
+
+
+def in_turns(measurements: Sequence[Callable[[], _T]], rounds: int) -> list[list[_T]]:
+    """Takes every measurement once per round, and returns the results of each measurement.
+
+    Measuring one alternative after the other would charge a busy moment of the machine to one of
+    them. Every other round runs backwards, so that the measurements change neighbors.
+
+    >>> in_turns([lambda: "a", lambda: "b"], rounds=3)
+    [['a', 'a', 'a'], ['b', 'b', 'b']]
+    """
+    results: list[list[_T]] = [[] for _ in measurements]
+    for number in range(rounds):
+        turns = list(zip(measurements, results, strict=True))
+        for measure, values in reversed(turns) if number % 2 else turns:
+            values.append(measure())
+    return results
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the first and third quartile.
+
+    >>> quartiles([1.0, 2.0, 3.0, 4.0, 5.0])
+    (2.0, 4.0)
+    """
+    if len(values) < 2:
+        return values[0], values[0]
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return first, third
+
+
+def copy_of(objects: Sequence[Any]) -> list[Any]:
+    """Copies nnx objects; variables that several objects share are shared by the copies too."""
+    graphdef: Any
+    graphdef, state = nnx.split(tuple(objects))
+    return list(nnx.merge(graphdef, jax.tree.map(_copy, state)))
+
+
+def _copy(leaf: Any) -> Any:
+    return (
+        UnstackedArrays([jnp.copy(x) for x in leaf.arrays])
+        if isinstance(leaf, UnstackedArrays)
+        else jnp.copy(leaf)
+    )
+
+
+def restore(variables: Sequence[Variable], saved: Sequence[Any]) -> None:
+    """Sets variables to the values of earlier copies; the copies stay usable."""
+    for variable, copied in zip(variables, copy_of(list(saved)), strict=True):
+        variable.set_raw_value(copied.get_raw_value())
+
+
+def with_objects(tree: Any, objects: list[Any]) -> Any:
+    """Replaces the placeholders in the arguments of a call by these objects."""
+    return jax.tree.map(
+        lambda node: objects[node.number] if isinstance(node, ObjectPlaceholder) else node,
+        tree,
+        is_leaf=lambda node: is_per_replica(node) or isinstance(node, ObjectPlaceholder),
+    )
+
+
+def gathered(runner: Runner, tree: PyTree) -> PyTree:
+    """Returns the tree with all values of `PerReplica` leaves in this process.
+
+    A collective if they are in several processes; every process must call it.
+    """
+    leaves: list[Any]
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_per_replica)
+    spread = [i for i, leaf in enumerate(leaves) if is_per_replica(leaf) and spans_processes(leaf)]
+    if spread:
+        arrays = runner.run(_stack, ([leaves[i] for i in spread],), {})
+        for i, array in zip(spread, arrays, strict=True):
+            leaves[i] = PerReplica.from_stacked(np.asarray(array))
+    return treedef.unflatten(leaves)
+
+
+def _stack(leaves: list[Array]) -> list[Array]:
+    frame = current_frame()
+    assert frame is not None
+    assert frame.replica is not None  # a runner calls this
+    return frame.replica.all_gather([leaf[None] for leaf in leaves])
+
+
+def whole_batch(leaf: Any) -> Any:
+    """Joins the replicas' batches into one batch for a single replica.
+
+    Raises:
+        ValueError: If the leaf is a `PerReplica` of scalars.
+    """
+    if not is_per_replica(leaf):
+        return leaf
+    rows = [np.asarray(value) for value in leaf.values]
+    if rows[0].ndim == 0:
+        raise ValueError(
+            f"Cannot join the replicas' values of {leaf!r} into one batch: scalars have no batch "
+            "axis. Pass a mirrored value, or one with a batch axis."
+        )
+    return PerReplica([np.concatenate(rows)])
+
 
 _WARM_UP_STEPS = 2
 

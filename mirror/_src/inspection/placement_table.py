@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mirror._src.base.errors import bytes_in_words, describe
-from mirror._src.base.tables import Table, folded_table
+from mirror._src.base.terminal import Table, folded_table
 from mirror._src.base.types import PyTree
 from mirror._src.devices import backend
 from mirror._src.devices.memory import memory_info
 from mirror._src.devices.op_log import unlogged
-from mirror._src.devices.unstacked import UnstackedArrays
+from mirror._src.devices.transfer import UnstackedArrays
 from mirror._src.engine.nnx.structure import is_object
 from mirror._src.engine.per_replica import held_by, is_per_replica
 from mirror._src.inspection.measurement import is_whole

@@ -11,12 +11,11 @@ from typing import Any, Literal, TypeAlias, final, get_args
 from mirror._src.base import clock
 from mirror._src.base.errors import require_secs
 from mirror._src.base.interrupts import say
-from mirror._src.base.modules import set_module
+from mirror._src.base.public_names import set_module
 from mirror._src.cluster.start import has_joined_others
 from mirror._src.devices import launches
 from mirror._src.devices.launches import Launch, LaunchLog, Stall
-from mirror._src.inspection.peers import Peers
-from mirror._src.inspection.stall_report import THREAD_NAME, in_words, report
+from mirror._src.inspection.stall_report import THREAD_NAME, Peers, in_words, report
 
 Action: TypeAlias = Literal["report", "raise", "exit"]
 

@@ -1,16 +1,22 @@
 """Queries on equations that name the replica axis, or differ between replicas otherwise."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mirror._src.base.types import Array
-from mirror._src.jaxprs.equations import equations
+from mirror._src.jaxprs.equations import (
+    Interpreter,
+    equations,
+    inner_programs,
+    is_ref,
+    jaxpr_of,
+    user_line,
+)
 from mirror._src.jaxprs.primitives import ALL_REDUCE, PASSING, PRIMITIVES, SILENT, STATEFUL, op_of
-from mirror._src.jaxprs.user_lines import user_line
 
 ALL_REDUCES = frozenset(name for name, p in PRIMITIVES.items() if p.collective == ALL_REDUCE)
 MIRRORING = frozenset(name for name, p in PRIMITIVES.items() if p.is_mirrored)
@@ -135,3 +141,36 @@ def require_supported_dtype(eqn: JaxprEqn) -> None:
             f"The operand of the {kind_of(name)} at {user_line(eqn)} is {dtype}, which XLA cannot "
             f"reduce or send between replicas. {fix}"
         )
+
+
+_MOST = 2
+
+
+def chain_lengths(program: ClosedJaxpr | Jaxpr) -> list[int]:
+    """Returns for each output how many all-reduces it depends on in a chain, at most two.
+
+    Any other collective counts as two, and so does a value of a `Ref`.
+    """
+    return _Pass().call(program, [0] * len(jaxpr_of(program).invars))
+
+
+class _Pass(Interpreter[int]):
+    """Data-flow pass over one program."""
+
+    def constant(self, _: Any) -> int:
+        return 0
+
+    def leaf(self, eqn: JaxprEqn, operands: list[int]) -> Sequence[int]:
+        inner = map(jaxpr_of, inner_programs(eqn.params.values()))
+        is_mutable = any(map(is_ref, (*eqn.invars, *eqn.outvars)))
+        if is_mutable or any(map(contains_collective, inner)):
+            return [_MOST] * len(eqn.outvars)
+        before = max(operands, default=0)
+        if not is_collective(eqn):
+            return [before] * len(eqn.outvars)
+        is_all_reduce = eqn.primitive.name in ALL_REDUCES and spans_whole_axis(eqn)
+        added = 1 if is_all_reduce else _MOST
+        return [min(_MOST, before + added)] * len(eqn.outvars)
+
+    def chosen(self, predicate: int, cases: Sequence[int]) -> int:
+        return max(predicate, *cases)

@@ -30,9 +30,15 @@ from mirror._src.jaxprs.collective_eqns import (
     result_of,
     spans_whole_axis,
 )
-from mirror._src.jaxprs.ensure import ensured_p
-from mirror._src.jaxprs.equations import Interpreter, inner_programs, is_ref, jaxpr_of
-from mirror._src.jaxprs.marks import MIRRORED, Mark, chosen, computed, either
+from mirror._src.jaxprs.equations import (
+    Interpreter,
+    inner_programs,
+    is_ref,
+    jaxpr_of,
+    line_within,
+    user_line,
+)
+from mirror._src.jaxprs.marks import MIRRORED, Mark, chosen, computed, either, ensured_p
 from mirror._src.jaxprs.origins import LostUpdate
 from mirror._src.jaxprs.primitives import (
     CALLBACK,
@@ -46,7 +52,6 @@ from mirror._src.jaxprs.primitives import (
     SHAPING,
 )
 from mirror._src.jaxprs.trace import trace
-from mirror._src.jaxprs.user_lines import line_within, user_line
 
 _KEEPS_SAMPLES = ELEMENTWISE | SHAPING | JOINING
 

@@ -1,10 +1,14 @@
 """The rules of `relate`: how the results of each operation relate, given its operands."""
 
+import math
+from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
-from mirror._src.jaxprs import relation_arithmetic, relation_shapes
+from mirror._src.jaxprs import relation_shapes
 from mirror._src.jaxprs.collective_eqns import (
     ALL_REDUCES,
     axes_of,
@@ -17,17 +21,18 @@ from mirror._src.jaxprs.collective_eqns import (
 from mirror._src.jaxprs.equations import inner_programs, jaxpr_of
 from mirror._src.jaxprs.primitives import (
     ADDITION,
+    CASTING,
     ELEMENTWISE,
     KEY,
     LINEAR,
     PASSING,
     PICKING,
     PRIMITIVES,
+    REDUCTION,
     SAMPLER,
     SHAPING,
     op_of,
 )
-from mirror._src.jaxprs.relation_pieces import of_pieces
 from mirror._src.jaxprs.relation_shapes import overwrites
 from mirror._src.jaxprs.relations import (
     EXTREMES,
@@ -38,13 +43,294 @@ from mirror._src.jaxprs.relations import (
     Relation,
     Rule,
     Why,
+    alike,
+    common,
     dtype_of,
     guarded,
     of_each_row,
+    of_pieces,
+    part,
     rows,
     shape_of,
     worst,
 )
+
+_ONE = Fraction(1)
+_OPPOSITE = {Kind.MOST: Kind.LEAST, Kind.LEAST: Kind.MOST}
+_SCALED = frozenset({"abs", "max", "min", "reduce_max", "reduce_min", "reduce_window_max"})
+_COMPARING = frozenset({"eq", "ge", "gt", "le", "lt", "ne", "sign"})
+_POWERS = {"square": 2, "reciprocal": -1}
+_ROOTS = {"sqrt": 1, "rsqrt": -1}
+_NARROW = 4  # bytes below which an integer sum may wrap on one device only
+
+
+def _elementwise(pair: Pair, xs: list[Relation]) -> Relation | None:
+    name = pair.name
+    if all(x.is_equal for x in xs):
+        return _uniform(pair, xs)
+    if name in ADDITION:
+        return _sum(pair, xs)
+    if name == "mul":
+        return _counted(pair, xs) or _bilinear(pair, xs, None)
+    if name == "div":
+        return _quotient(pair, xs)
+    if name == "select_n":
+        return _selection(pair, xs)
+    if name == "convert_element_type":
+        return _conversion(pair, xs[0])
+    if name in LINEAR or name in CASTING or name in PASSING:
+        (x,) = xs
+        if name == "neg" and x.kind in _OPPOSITE:
+            return x._replace(kind=_OPPOSITE[x.kind])
+        return x if x.kind not in (Kind.INDEX, Kind.NUMBER, *_OPPOSITE) else None
+    if name == "lt" and xs[0].kind is Kind.INDEX and xs[1].kind is Kind.ZERO:
+        return ZERO
+    if name == "ne" and pair.eqn.invars[0] is pair.eqn.invars[1] and xs[0].kind in _OPPOSITE:
+        return Relation(Kind.MOST)  # whether one of them is NaN, as the extreme is then
+    if name == "not" and xs[0].kind in _OPPOSITE and dtype_of(pair.eqn.invars[0]) == jnp.bool_:
+        return xs[0]._replace(kind=_OPPOSITE[xs[0].kind])
+    found = _power(pair, xs[0])
+    if found is not None:
+        return found
+    if name in _SCALED or name in _COMPARING:
+        found = alike(xs)
+        if found is not None:
+            return found if name in _SCALED else found._replace(scale=_ONE, cause=None)
+    if name in ("max", "min") and EXTREMES[name] in {x.kind for x in xs}:
+        kind = EXTREMES[name]
+        is_known = all(x.is_equal or (x.kind is kind and x.scale == 1) for x in xs)
+        return Relation(kind) if is_known else None
+    return of_each_row(xs)
+
+
+def _power(pair: Pair, x: Relation) -> Relation | None:
+    """Returns the relation of a power or root, whose factor is rational."""
+    power: Any = {**_POWERS, "integer_pow": pair.eqn.params.get("y")}.get(pair.name)
+    factor = x.scale
+    if pair.name in _ROOTS:
+        root = Fraction(math.isqrt(factor.numerator), math.isqrt(factor.denominator))
+        if root**2 == factor:
+            power, factor = _ROOTS[pair.name], root
+    if power is None or x.kind not in (Kind.SAME, Kind.ROWS):
+        return None
+    return x.by(factor**power / x.scale, pair.cause(Why.SCALE))
+
+
+def _uniform(pair: Pair, xs: list[Relation]) -> Relation | None:
+    """Returns the relation of an array of one number, whose length depends on the batch."""
+    axes = pair.scaled_axes()
+    if len(axes) != 1:
+        return None
+    (axis,) = axes
+    is_known = all(
+        x.kind is Kind.ZERO or not shape_of(atom) or shape_of(atom)[axis] == 1
+        for x, atom in zip(xs, pair.eqn.invars, strict=True)
+    )
+    return rows(axis) if is_known else None
+
+
+def _sum(pair: Pair, xs: list[Relation]) -> Relation | None:
+    found = common(xs, pair.num_replicas)
+    if found is not None and found.kind in (Kind.ZERO, Kind.SAME, Kind.ROWS, Kind.PART):
+        return found
+    kinds = {x.kind for x in xs}
+    (first, second) = xs
+    if kinds == {Kind.NUMBER, Kind.ZERO} and (pair.name != "sub" or second.kind is Kind.ZERO):
+        return first if second.kind is Kind.ZERO else second
+    if pair.name != "sub" and Kind.INDEX in kinds:
+        index, step = (first, second) if first.kind is Kind.INDEX else (second, first)
+        if step.kind is Kind.ZERO:
+            return index
+        is_position = step.kind is Kind.NUMBER and step.scale == index.scale
+        return rows(index.axis) if is_position and not index.columns else None
+    if kinds <= {Kind.SAME, Kind.ROWS, Kind.ZERO}:
+        return alike(xs) or _scales_differ(xs)
+    if kinds == {Kind.SAME, Kind.PART}:
+        atom = pair.eqn.invars[[x.kind for x in xs].index(Kind.SAME)]
+        return None if isinstance(atom, Literal) else pair.other(Why.SCALE)
+    if Kind.PART in kinds and kinds <= {Kind.PART, Kind.ROWS}:
+        return pair.other(Why.PART)
+    return None
+
+
+def _scales_differ(xs: list[Relation]) -> Relation | None:
+    causes = [x.cause for x in xs if x.cause is not None and x.kind is Kind.SAME]
+    return Relation(Kind.OTHER, cause=causes[0]) if causes else None
+
+
+def _counted(pair: Pair, xs: list[Relation]) -> Relation | None:
+    """Returns the relation of the index of a replica times a constant."""
+    kinds = [x.kind for x in xs]
+    if Kind.NUMBER not in kinds:
+        return None
+    i = kinds.index(Kind.NUMBER)
+    atom = pair.eqn.invars[1 - i]
+    if not isinstance(atom, Literal) or not jnp.issubdtype(dtype_of(atom), jnp.integer):
+        return None
+    return xs[i].by(Fraction(int(atom.val)))
+
+
+def _bilinear(pair: Pair, xs: list[Relation], rows_of: Relation | None) -> Relation | None:
+    """Returns the relation of a product that is linear in each of two operands.
+
+    Args:
+        pair: The operation.
+        xs: Its operands.
+        rows_of: The relation of its result without a factor, if an operand has rows.
+    """
+    x, y = xs
+    if Kind.ZERO in (x.kind, y.kind):
+        return ZERO
+    scale = x.scale * y.scale
+    if x.kind is y.kind is Kind.SAME:
+        return SAME._replace(scale=scale, cause=_blamed(pair, xs, scale))
+    if {x.kind, y.kind} == {Kind.SAME, Kind.PART}:
+        return part(scale)
+    if Kind.PART in (x.kind, y.kind):
+        return pair.other(Why.PART)
+    if rows_of is not None:
+        return rows_of._replace(scale=scale)
+    axes = {each.axis for each in xs if each.kind is Kind.ROWS}
+    is_known = all(each.kind in (Kind.SAME, Kind.ROWS) for each in xs)
+    is_each = len(axes) == 1 and (pair.name in ("mul", "div") or max(axes) < 0)
+    return rows(axes.pop(), scale) if is_known and is_each else None
+
+
+def _blamed(pair: Pair, xs: list[Relation], scale: Fraction) -> Any:
+    """Returns the cause of the factor of a product of what all replicas have."""
+    if scale == 1:
+        return None
+    causes = [x.cause for x in xs if x.cause is not None]
+    is_constant = all(
+        isinstance(atom, Literal) or x.scale != 1
+        for x, atom in zip(xs, pair.eqn.invars, strict=True)
+    )
+    return causes[0] if causes else None if is_constant else pair.cause(Why.SCALE)
+
+
+def _quotient(pair: Pair, xs: list[Relation]) -> Relation | None:
+    x, y = xs
+    if x.kind is Kind.ZERO:
+        return ZERO if y.kind in (Kind.SAME, Kind.ROWS) else None
+    if y.kind not in (Kind.SAME, Kind.ROWS):
+        return None
+    is_inexact = jnp.issubdtype(dtype_of(pair.eqn.outvars[0]), jnp.inexact)
+    if not is_inexact and (x.scale != y.scale or x.kind is Kind.PART):
+        return None  # whose result is rounded
+    return _bilinear(pair, [x, y._replace(scale=1 / y.scale)], None)
+
+
+def _selection(pair: Pair, xs: list[Relation]) -> Relation | None:
+    predicate, *cases = xs
+    if predicate.is_equal:
+        found = common(cases, pair.num_replicas)
+        if found is not None:
+            return found if found.kind is not Kind.NUMBER else None
+        return alike(cases) or _scales_differ(cases)
+    if predicate.kind is not Kind.ROWS or predicate.scale != 1:
+        return None
+    if all(x.kind is Kind.ZERO for x in cases):
+        return ZERO
+    found = alike(cases)
+    if found is None or (found.kind is Kind.ROWS and found.axis != predicate.axis):
+        return None
+    return rows(predicate.axis, found.scale)
+
+
+def _conversion(pair: Pair, x: Relation) -> Relation | None:
+    old, new = dtype_of(pair.eqn.invars[0]), dtype_of(pair.eqn.outvars[0])
+    if x.is_equal or (x.kind is Kind.ROWS and x.scale == 1):
+        return x
+    is_inexact = jnp.issubdtype(new, jnp.inexact)
+    if jnp.issubdtype(old, jnp.inexact):
+        return x if is_inexact else None
+    if x.kind in _OPPOSITE:
+        is_truth = new == jnp.bool_ and jnp.issubdtype(old, jnp.unsignedinteger)  # not of -1
+        return x if is_inexact or is_truth or old == jnp.bool_ else None
+    is_wide = old.itemsize >= _NARROW and new.itemsize >= old.itemsize
+    if x.kind in (Kind.INDEX, Kind.NUMBER):
+        return x if is_inexact or jnp.issubdtype(new, jnp.integer) else None
+    if old.itemsize >= _NARROW and (is_inexact or is_wide):
+        return x
+    return pair.other(Why.UNKNOWN)  # whose sum may wrap on one device only
+
+
+def _reduction(pair: Pair, xs: list[Relation]) -> Relation | None:
+    (x,) = xs
+    name, axes = pair.name, pair.eqn.params["axes"]
+    extreme = EXTREMES.get(op_of(name, dtype_of(pair.eqn.invars[0])))
+    if x.kind is not Kind.ROWS:
+        is_linear = name == "reduce_sum" and x.kind in (Kind.SAME, Kind.PART)
+        is_extreme = x.kind is Kind.SAME and name in _SCALED
+        is_same = extreme is not None and extreme is x.kind
+        return x if is_linear or is_extreme or is_same else None
+    if x.axis in axes:
+        if name == "reduce_sum":
+            return part(x.scale)
+        return Relation(extreme, x.scale) if extreme is not None else None
+    axis = x.axis - sum(axis < x.axis for axis in axes) if x.axis >= 0 else x.axis
+    if name == "reduce_sum" or name in _SCALED:
+        return rows(axis, x.scale)
+    return rows(axis) if x.scale == 1 else None
+
+
+def _dot(pair: Pair, xs: list[Relation]) -> Relation | None:
+    """The rule of a product of matrices."""
+    (contracted, batched) = pair.eqn.params["dimension_numbers"]
+    ranks = [len(shape_of(atom)) for atom in pair.eqn.invars]
+    found = []
+    for i, x in enumerate(xs):
+        if x.kind is not Kind.ROWS or x.axis < 0:
+            continue
+        free = [a for a in range(ranks[i]) if a not in contracted[i] and a not in batched[i]]
+        before = len(batched[0])
+        if i == 1:
+            before += ranks[0] - len(contracted[0]) - len(batched[0])
+        if x.axis in contracted[i]:
+            found.append(("sum", list(contracted[i]).index(x.axis)))
+        elif x.axis in batched[i]:
+            found.append(("batch", list(batched[i]).index(x.axis)))
+        else:
+            found.append(("free", before + free.index(x.axis)))
+    return _product(pair, xs, found)
+
+
+def _convolution(pair: Pair, xs: list[Relation]) -> Relation | None:
+    numbers, params = pair.eqn.params["dimension_numbers"], pair.eqn.params
+    found = []
+    for i, (x, spec) in enumerate(zip(xs, (numbers.lhs_spec, numbers.rhs_spec), strict=True)):
+        if x.kind is not Kind.ROWS or x.axis < 0:
+            continue
+        if x.axis == spec[1] and params["feature_group_count"] == 1:
+            found.append(("sum", 0))
+        elif i == 0 and x.axis == spec[0] and params["batch_group_count"] == 1:
+            found.append(("free", numbers.out_spec[0]))
+        else:
+            return _bilinear(pair, xs, None)
+    return _product(pair, xs, found)
+
+
+def _product(pair: Pair, xs: list[Relation], found: Sequence[tuple[str, int]]) -> Relation | None:
+    """Returns the relation of a product, given what it does with the rows of its operands."""
+    if len(found) == 2 and (found[0] != found[1] or found[0][0] == "free"):
+        return pair.other(Why.PAIRS)
+    is_known = all(x.kind is Kind.SAME or (x.kind is Kind.ROWS and x.axis >= 0) for x in xs)
+    rows_of = None
+    if found and is_known:
+        how, axis = found[0]
+        if how == "sum":
+            rows_of = part() if len(found) == 2 else None
+        elif how == "free" or len(found) == 2:
+            rows_of = rows(axis)
+    return _bilinear(pair, xs, rows_of)
+
+
+_ARITHMETIC: dict[str, Rule] = {
+    **dict.fromkeys(REDUCTION, guarded(_reduction, "out_sharding")),
+    **dict.fromkeys(ELEMENTWISE, guarded(_elementwise, "sharding")),
+    "dot_general": guarded(_dot),
+    "conv_general_dilated": guarded(_convolution),
+}
 
 
 def result(pair: Pair, operands: list[Relation]) -> list[Relation]:
@@ -196,7 +482,7 @@ random_bits random_clone random_fold_in random_gamma random_split random_unwrap 
 threefry2x32
 """
 _RULES: dict[str, Rule] = {
-    **relation_arithmetic.RULES,
+    **_ARITHMETIC,
     **relation_shapes.RULES,
     **dict.fromkeys(_KEYS.split(), guarded(_keys)),
 }

@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from fractions import Fraction
 from typing import Any
 
-from mirror._src.jaxprs.axis_moves import MOVES, axis_after
 from mirror._src.jaxprs.equations import jaxpr_of
-from mirror._src.jaxprs.primitives import SCATTER
+from mirror._src.jaxprs.primitives import MOVES, SCATTER, axis_after
 from mirror._src.jaxprs.relations import (
     ZERO,
     Kind,

@@ -6,7 +6,6 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
 
-from mirror._src.jaxprs.axis_moves import axis_after
 from mirror._src.jaxprs.primitives import (
     ADDITION,
     CASTING,
@@ -16,28 +15,27 @@ from mirror._src.jaxprs.primitives import (
     REDUCTION,
     SAMPLER,
     SCATTER,
+    axis_after,
 )
 from mirror._src.jaxprs.row_facts import (
     NO_AXES,
     NO_FILLS,
     NO_LINES,
+    SOME_NAN,
     Place,
     RowAxis,
     Rows,
-    join,
-    known,
-    neutral,
-    unknown,
-)
-from mirror._src.jaxprs.row_fills import (
-    SOME_NAN,
     Value,
     dtype_of,
     elementwise,
     is_nan,
+    join,
+    known,
     limits,
+    neutral,
     product,
     reduction,
+    unknown,
 )
 
 Rule = Callable[[JaxprEqn, list[Rows], Place], Rows]

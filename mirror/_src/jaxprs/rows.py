@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, axes_of, is_collective
-from mirror._src.jaxprs.equations import Interpreter, Scan, While
+from mirror._src.jaxprs.equations import Interpreter, Scan, While, is_within_file, line_within
 from mirror._src.jaxprs.primitives import PASSING
 from mirror._src.jaxprs.row_facts import (
     NO_FILLS,
@@ -24,15 +24,17 @@ from mirror._src.jaxprs.row_facts import (
     Place,
     RowAxis,
     Rows,
+    Value,
+    constant_of,
+    dtype_of,
+    is_nan,
     is_plain,
     join,
     known,
     neutral,
     unknown,
 )
-from mirror._src.jaxprs.row_fills import Value, constant_of, dtype_of, is_nan
 from mirror._src.jaxprs.row_rules import CONSTANT_RULES, FILLED_RESULT, RULES, gathered, moved
-from mirror._src.jaxprs.user_lines import is_within_file, line_within
 
 _NO_PLACE = Place("")
 _NORMALIZATION = ("flax/nnx/nn/normalization.py", "flax/linen/normalization.py")

@@ -9,7 +9,7 @@ from mirror._src.base.errors import listing
 from mirror._src.base.keras_library import BACKEND, backend, variables_of
 from mirror._src.base.naming import warn_user
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.engine.scopes import current_frame
+from mirror._src.engine.replica_context import current_frame
 from mirror._src.keras.precision import require_float_policy
 
 _COPY = (

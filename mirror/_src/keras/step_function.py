@@ -22,7 +22,7 @@ from mirror._src.devices.launches import Described
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.per_replica import is_per_replica
 from mirror._src.keras.owners import Owner
-from mirror._src.passes.lower.table import lowered, rules_for
+from mirror._src.passes.lower import lowered, rules_for
 
 _last_step: ContextVar[list[Any] | None] = ContextVar("_last_step", default=None)
 """The last step of the innermost open loop: its step function, the state that it takes and donates,

@@ -18,9 +18,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mirror._src.base import clock
-from mirror._src.jaxprs.equations import equations
+from mirror._src.jaxprs.equations import equations, user_line
 from mirror._src.jaxprs.primitives import CALLBACK
-from mirror._src.jaxprs.user_lines import user_line
 from mirror._src.passes.evaluate import Rules, bind_with
 
 

@@ -31,7 +31,7 @@ from mirror._src.jaxprs.collective_eqns import (
     reduce_locally,
     with_nan,
 )
-from mirror._src.jaxprs.user_lines import user_line
+from mirror._src.jaxprs.equations import user_line
 from mirror._src.passes.evaluate import Rule, Rules, bind_with
 
 Reduction: TypeAlias = Callable[[str, Array, str], Array]

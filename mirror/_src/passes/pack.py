@@ -7,8 +7,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from mirror._src.base.dtypes import num_bytes
-from mirror._src.base.types import Array
+from mirror._src.base.types import Array, num_bytes
 from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, axes_of, is_collective, spans_whole_axis
 from mirror._src.jaxprs.equations import called, jaxpr_of, with_inner
 from mirror._src.passes.program import (

@@ -12,8 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mirror._src.jaxprs.equations import equations, is_ref
 from mirror._src.passes import gathers, pack, shard
-from mirror._src.passes.marks import Marks
-from mirror._src.passes.program import Atom, Layout, Opens, Program, Settings, Value, flatten
+from mirror._src.passes.program import Atom, Layout, Marks, Opens, Program, Settings, Value, flatten
 
 
 class Pass(NamedTuple):

@@ -19,10 +19,8 @@ from mirror._src.jaxprs.collective_eqns import (
     contains_replica_source,
     spans_whole_axis,
 )
-from mirror._src.jaxprs.equations import called, jaxpr_of
+from mirror._src.jaxprs.equations import called, jaxpr_of, line_within
 from mirror._src.jaxprs.primitives import ELEMENTWISE
-from mirror._src.jaxprs.user_lines import line_within
-from mirror._src.passes.marks import require_layouts
 from mirror._src.passes.program import (
     Atom,
     Opens,
@@ -32,6 +30,7 @@ from mirror._src.passes.program import (
     Value,
     makers_of,
     readers_of,
+    require_layouts,
     values_of,
 )
 from mirror._src.passes.slices import (

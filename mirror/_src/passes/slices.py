@@ -9,18 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from mirror._src.base.dtypes import num_bytes
+from mirror._src.base.types import num_bytes
 from mirror._src.devices.replicas import shard_axis, stored_axis
 from mirror._src.jaxprs.collective_eqns import names_axis
 from mirror._src.jaxprs.equations import Scan
 from mirror._src.jaxprs.primitives import ADDITION, ELEMENTWISE, REDUCTION, op_of
 from mirror._src.jaxprs.trace import struct_of, trace
-from mirror._src.passes.marks import Marks
 from mirror._src.passes.program import (
     Atom,
     Constant,
     Kind,
     Layout,
+    Marks,
     Opens,
     Operation,
     Program,

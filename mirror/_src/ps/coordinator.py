@@ -7,8 +7,8 @@ import jax
 from flax import nnx
 
 from mirror._src.base.errors import expected, require_secs
-from mirror._src.base.modules import set_module
 from mirror._src.base.naming import name_of
+from mirror._src.base.public_names import set_module
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.types import PyTree
 from mirror._src.engine.arguments import require_call

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, final
 
 from mirror._src.base.errors import require_secs
-from mirror._src.base.modules import set_module
+from mirror._src.base.public_names import set_module
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.ps.messages import Export
 

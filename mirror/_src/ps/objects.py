@@ -10,9 +10,8 @@ import numpy as np
 import optax
 from flax import nnx, traverse_util
 
-from mirror._src.base.dtypes import keys_like
 from mirror._src.base.errors import describe, listing
-from mirror._src.base.types import PyTree
+from mirror._src.base.types import PyTree, keys_like
 from mirror._src.devices.transfer import move
 from mirror._src.engine.nnx.structure import with_copies, with_snapshots
 from mirror._src.engine.variable import Variable

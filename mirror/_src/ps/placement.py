@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from mirror._src.base.errors import describe, require_int
-from mirror._src.base.modules import set_module
+from mirror._src.base.public_names import set_module
 
 PartitionerLike = Callable[[Sequence[int], Any], int]
 """Returns the number of shards of a variable, given its shape and dtype.

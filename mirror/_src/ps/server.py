@@ -16,8 +16,8 @@ from typing import Any, final
 
 from mirror._src.base.errors import expected, require_int, require_secs
 from mirror._src.base.interrupts import arriving
-from mirror._src.base.modules import set_module
 from mirror._src.base.optional import describe_missing
+from mirror._src.base.public_names import set_module
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.cluster.resolvers import ClusterResolver, ClusterSpec, ClusterTask, Jobs
 from mirror._src.ps import tethered

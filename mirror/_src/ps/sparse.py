@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from mirror._src.base.errors import counted, expected, listing, nearest, require_int
-from mirror._src.base.modules import set_module
+from mirror._src.base.public_names import set_module
 from mirror._src.base.types import Array
 from mirror._src.ps.placement import Leaf, Placement
 

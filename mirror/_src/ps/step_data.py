@@ -11,7 +11,7 @@ from flax import nnx
 
 from mirror._src.base.errors import describe
 from mirror._src.base.naming import leaf_names, name_of
-from mirror._src.base.source_lines import users_function
+from mirror._src.base.tracebacks import users_function
 from mirror._src.base.types import PyTree
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.per_replica import PerReplica, is_per_replica, per_replica

@@ -12,11 +12,10 @@ from flax import nnx
 
 from mirror._src.base.errors import describe
 from mirror._src.base.naming import name_of
-from mirror._src.base.source_lines import on_behalf_of, users_function
+from mirror._src.base.tracebacks import on_behalf_of, users_function
 from mirror._src.base.types import Array, PyTree
-from mirror._src.engine.replica_context import Part
-from mirror._src.engine.scopes import current_frame
-from mirror._src.jaxprs.chained import chain_lengths
+from mirror._src.engine.replica_context import Part, current_frame
+from mirror._src.jaxprs.collective_eqns import chain_lengths
 from mirror._src.ps.messages import BufferLayout, Buffers, Pulled
 from mirror._src.ps.objects import ModelDefinition, device_array, require_unchanged
 from mirror._src.ps.placement import Leaf, rows

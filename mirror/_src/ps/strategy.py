@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirror._src.base.errors import bytes_in_words, counted, expected, require_int
-from mirror._src.base.modules import set_module
+from mirror._src.base.public_names import set_module
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.unknown_names import unknown_attribute
 from mirror._src.cluster.resolvers import ClusterResolver, ClusterSpec, Jobs

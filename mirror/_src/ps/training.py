@@ -14,7 +14,7 @@ from mirror._src.base.naming import name_of
 from mirror._src.base.types import PyTree
 from mirror._src.data.padded import PaddedBatch
 from mirror._src.engine.per_replica import PerReplica
-from mirror._src.inspection.trial_objects import copy_of
+from mirror._src.inspection.measurement import copy_of
 from mirror._src.inspection.verify import (
     CAUSES,
     VerifyReport,

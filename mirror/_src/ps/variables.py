@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirror._src.base.errors import describe, nearest
-from mirror._src.base.modules import set_module
+from mirror._src.base.public_names import set_module
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.types import Array
 from mirror._src.devices.transfer import is_tracing

@@ -7,8 +7,7 @@ import jax
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.engine.per_replica import PerReplica
 from mirror._src.engine.reduce_op import Reduction
-from mirror._src.engine.replica_context import ReplicaContext
-from mirror._src.engine.scopes import current_frame
+from mirror._src.engine.replica_context import ReplicaContext, current_frame
 from mirror._src.strategy.mirrored import get_replica_context
 
 T = TypeVar("T")

@@ -10,12 +10,12 @@ import numpy as np
 from flax import nnx
 
 from mirror._src.base.errors import counted, expected
-from mirror._src.base.modules import set_module
+from mirror._src.base.public_names import set_module
 from mirror._src.base.types import Array
 from mirror._src.devices import backend
-from mirror._src.devices.narrowing import require_fits
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.resolve import DeviceLike, canonicalize_replica_devices
+from mirror._src.devices.transfer import require_fits
 from mirror._src.engine.nnx.structure import is_object
 from mirror._src.inspection.measurement import placed_on, variables_of
 

@@ -1,17 +1,23 @@
-"""`Scope`: the context of `strategy.scope()`, in which arrays are created mirrored."""
+"""`Scope`: the context of `strategy.scope()`, in which arrays are created mirrored.
+
+With state in slices, nnx variables are stored in slices as soon as they are created. Otherwise
+every device would hold the whole model before the first step. Flax has no hook for all variables
+(Flax 0.12): `nnx.Variable.create_value`, which subclasses override, is wrapped.
+"""
 
 import contextlib
+import functools
 from types import TracebackType
 from typing import Any, Generic, TypeVar, final
 
 import jax
+from flax import nnx
 
 from mirror._src.devices.op_log import unlogged
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.engine.nnx.created import store_created
-from mirror._src.engine.replica_context import ReplicaGroup
-from mirror._src.engine.scopes import (
+from mirror._src.engine.replica_context import (
     Frame,
+    ReplicaGroup,
     current_frame,
     current_task,
     pop_frame,
@@ -19,6 +25,33 @@ from mirror._src.engine.scopes import (
     require_cross_replica,
 )
 from mirror._src.keras.hooks import enter_scope, exit_scope
+
+_INSTALLED = "_mirror_stores"
+
+
+def store_created() -> None:
+    """Makes nnx store variables in slices that are created in a scope whose strategy does so."""
+    create_value = nnx.Variable.create_value
+    if hasattr(create_value, _INSTALLED):
+        return
+
+    @functools.wraps(create_value)
+    def stored(self: nnx.Variable[Any], value: Any) -> Any:
+        return _stored(create_value(self, value))
+
+    setattr(stored, _INSTALLED, True)
+    nnx.Variable.create_value = stored  # type: ignore[method-assign]
+
+
+def _stored(value: Any) -> Any:
+    """Returns slices of an array that the scope has mirrored, not one on a device of its own."""
+    frame = current_frame()
+    devices = None if frame is None or frame.replica is not None else frame.devices
+    if devices is None or not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
+        return value
+    axis = devices.stored_axis(value) if devices.is_mirrored(value) else None
+    return value if axis is None else devices.shard(value, axis)
+
 
 S = TypeVar("S")
 

@@ -23,10 +23,10 @@ import jax
 
 from mirror._src.base.errors import counted, expected, require_int
 from mirror._src.base.keras_library import is_model
-from mirror._src.base.modules import set_module
 from mirror._src.base.naming import is_our_module, keys
+from mirror._src.base.public_names import set_module
 from mirror._src.base.supported import warn_about_jax
-from mirror._src.base.tables import Table
+from mirror._src.base.terminal import Table
 from mirror._src.base.tracebacks import api_boundary, hide_internal_frames
 from mirror._src.base.types import A, Array, K, PyTree, Shard, StepFunction, Unknown
 from mirror._src.base.unknown_names import unknown_attribute
@@ -40,29 +40,26 @@ from mirror._src.data.distribute import (
 from mirror._src.data.foreign import copied
 from mirror._src.data.input import InputMode
 from mirror._src.devices import backend
-from mirror._src.devices.narrowing import require_fits
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.devices.transfer import copies_of, move
+from mirror._src.devices.transfer import copies_of, move, require_fits
 from mirror._src.engine.arguments import canonical_argnums, require_call
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
-from mirror._src.engine.on_read import unwrapped
+from mirror._src.engine.in_step import stack
 from mirror._src.engine.per_replica import PerReplica, is_per_replica, on_local_replicas
 from mirror._src.engine.reduce_op import ReduceOp, Reduction, require_axis, require_op
+from mirror._src.engine.replica_context import require_cross_replica
 from mirror._src.engine.runner import Runner
-from mirror._src.engine.scopes import require_cross_replica
-from mirror._src.engine.stack import stack
+from mirror._src.engine.variable import unwrapped
 from mirror._src.inspection import verify as checks
-from mirror._src.inspection.baselines import Runners
-from mirror._src.inspection.copies import check_mirrored
-from mirror._src.inspection.difference import warn_if_different
-from mirror._src.inspection.explanation import Explanation
+from mirror._src.inspection.equality import warn_if_different
+from mirror._src.inspection.explanation import Explanation, Runners, explain
 from mirror._src.inspection.placement_table import device_table
 from mirror._src.inspection.program_report import ProgramReport, describe_program
-from mirror._src.inspection.timing import explain
+from mirror._src.inspection.verify import check_mirrored
 from mirror._src.keras.verify import verify_model
-from mirror._src.strategy.creation import create
 from mirror._src.strategy.reductions import (
     canonical_axes,
+    create,
     gathered_arguments,
     gathering,
     reduced_arguments,

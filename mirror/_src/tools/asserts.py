@@ -17,10 +17,10 @@ from mirror._src.base.naming import argument_names, name_of
 from mirror._src.base.types import PyTree, StepFunction
 from mirror._src.engine.per_replica import is_per_replica
 from mirror._src.engine.plan import divergence_message
-from mirror._src.engine.scopes import has_strategy
+from mirror._src.engine.replica_context import has_strategy
 from mirror._src.inspection.equality import EqualityReport
 from mirror._src.inspection.verify import VerifyReport
-from mirror._src.jaxprs.ensure import ensure_mirrored
+from mirror._src.jaxprs.marks import ensure_mirrored
 from mirror._src.strategy.mirrored import get_strategy
 from mirror._src.strategy.strategy import Strategy
 

@@ -18,14 +18,12 @@ import jax
 
 from mirror._src.base import interrupts
 from mirror._src.base.errors import counted
-from mirror._src.base.measure import in_turns, quartiles
-from mirror._src.base.tables import Table, new_figure
-from mirror._src.base.terminal import wrap
+from mirror._src.base.terminal import Table, new_figure, wrap
 from mirror._src.devices import backend
 from mirror._src.engine.arguments import hoist_nested
 from mirror._src.engine.per_replica import is_per_replica
-from mirror._src.inspection.measurement import Batches, variables_of, wait
-from mirror._src.inspection.memory_report import MemoryReport, memory_table
+from mirror._src.inspection.measurement import Batches, in_turns, quartiles, variables_of, wait
+from mirror._src.inspection.memory import MemoryReport, memory_table
 from mirror._src.strategy.mirrored import MirroredStrategy
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.tools.common import (

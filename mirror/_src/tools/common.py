@@ -10,7 +10,7 @@ from mirror._src.base.errors import counted, first_line
 from mirror._src.base.optional import require
 from mirror._src.base.terminal import paint
 from mirror._src.devices import backend
-from mirror._src.devices.host_devices import force_host_devices as force_host_devices
+from mirror._src.devices.jax_options import force_host_devices as force_host_devices
 from mirror._src.tools.options import FAILED, OptionError, report_error
 
 HOST_COUNTS = (1, 2, 4)

@@ -8,8 +8,7 @@ from typing import Any
 
 from mirror._src.base.errors import bytes_in_words
 from mirror._src.base.optional import install_command
-from mirror._src.base.tables import Table
-from mirror._src.base.terminal import wrap
+from mirror._src.base.terminal import Table, wrap
 from mirror._src.devices import backend, settings
 from mirror._src.devices.jax_options import PLATFORMS, names_gpus
 from mirror._src.devices.memory import memory_info

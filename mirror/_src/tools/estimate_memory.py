@@ -17,23 +17,21 @@ from flax import nnx
 
 from mirror._src.base import interrupts
 from mirror._src.base.errors import bytes_in_words, counted, describe
-from mirror._src.base.source_lines import is_users, place
-from mirror._src.base.tables import Table
-from mirror._src.base.terminal import wrap
+from mirror._src.base.terminal import Table, wrap
+from mirror._src.base.tracebacks import is_users, place
 from mirror._src.base.types import Shard, StepFunction
 from mirror._src.data.batches import shape_on_devices
 from mirror._src.data.source import DistributedDatasetBase
-from mirror._src.devices import backend, startup
+from mirror._src.devices import backend
 from mirror._src.devices.described import GpuCompilerError, described_gpus
-from mirror._src.devices.unstacked import UnstackedArrays
+from mirror._src.devices.transfer import UnstackedArrays
 from mirror._src.engine.all_reduce import AllReduce
 from mirror._src.engine.arguments import hoist_nested
 from mirror._src.engine.closures import STORED, referenced_variables
-from mirror._src.engine.examined import ArrayEscapedError
 from mirror._src.engine.per_replica import per_replica
-from mirror._src.inspection.memory import memory_report
-from mirror._src.inspection.memory_report import MemoryReport, memory_table
-from mirror._src.inspection.trial_objects import with_objects
+from mirror._src.engine.program import ArrayEscapedError
+from mirror._src.inspection.measurement import with_objects
+from mirror._src.inspection.memory import MemoryReport, memory_report, memory_table
 from mirror._src.jaxprs.trace import abstract, struct_of
 from mirror._src.strategy.mirrored import MirroredStrategy
 from mirror._src.strategy.strategy import Strategy
@@ -387,7 +385,7 @@ def _described(gpu: str, wanted: tuple[int, ...] | None) -> list[tuple[jax.Devic
     Raises:
         GpuCompilerError: If this machine cannot compile for the model.
     """
-    if not startup.started():  # JAX would start the real GPUs, or log an error
+    if not backend.started():  # JAX would start the real GPUs, or log an error
         jax.config.update("jax_platforms", "cpu")
     return [described_gpus(gpu, count) for count in wanted or _GPU_COUNTS]
 

@@ -20,9 +20,8 @@ from mirror._src.base.types import PyTree
 from mirror._src.data.batches import HostBatch, host_batch
 from mirror._src.devices.transfer import move
 from mirror._src.engine.mesh import outside_traces
-from mirror._src.jaxprs.equations import equations
+from mirror._src.jaxprs.equations import equations, user_line
 from mirror._src.jaxprs.primitives import CALLBACK
-from mirror._src.jaxprs.user_lines import user_line
 from mirror._src.training.checkpoints.files import write_file
 from mirror._src.training.paths import named_errors, path_of_argument, shorten
 

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, final
 
 from mirror._src.base.errors import expected, nearest
-from mirror._src.base.modules import set_module
-from mirror._src.base.notebook import current_cell
 from mirror._src.base.optional import require
-from mirror._src.base.tables import Table, new_figure
+from mirror._src.base.public_names import set_module
+from mirror._src.base.terminal import Table, current_cell, new_figure
 
 _VALIDATION = "val_"
 

@@ -11,8 +11,7 @@ import jax
 import numpy as np
 
 from mirror._src.base import interrupts
-from mirror._src.base.closing import closing
-from mirror._src.base.errors import describe, expected, require_int
+from mirror._src.base.errors import closing, describe, expected, require_int
 from mirror._src.base.naming import warn_user
 from mirror._src.base.types import PyTree
 from mirror._src.data.arrays import ArrayDataset, in_memory

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any, final
 
 from mirror._src.base import clock, interrupts
-from mirror._src.base.closing import Closing, closing
-from mirror._src.base.errors import require_int
-from mirror._src.base.modules import set_module
+from mirror._src.base.errors import Closing, closing, require_int
 from mirror._src.base.naming import is_our_module, warn_user
+from mirror._src.base.public_names import set_module
 from mirror._src.cluster.store import process_index
 from mirror._src.data.padded import PaddedBatch, PaddedDataset
 from mirror._src.training.agreed_stop import AgreedStop, Cause, Request

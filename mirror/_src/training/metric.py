@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirror._src.base.errors import describe, expected
-from mirror._src.base.modules import set_module
 from mirror._src.base.naming import name_of
+from mirror._src.base.public_names import set_module
 
 _REAL = (jnp.floating, jnp.integer, jnp.bool_)
 _FIX = "For example: mirror.Metric(metrax.AUCROC, predictions=scores, labels=batch['label'])."

@@ -9,8 +9,8 @@ from mirror._src.base.errors import bytes_in_words, counted, require_int
 from mirror._src.data.padded import PaddedBatch
 from mirror._src.devices.backend import logical_name
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.engine.auto_shard import usable_bytes
-from mirror._src.inspection.memory_report import MemoryReport
+from mirror._src.engine.choice import usable_bytes
+from mirror._src.inspection.memory import MemoryReport
 
 MicroBatchArgument: TypeAlias = int | Literal["auto"] | None
 

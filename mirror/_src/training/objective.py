@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr
 from mirror._src.base.errors import describe, expected, require_int
 from mirror._src.base.naming import name_of, warn_user
 from mirror._src.base.types import Array, PyTree
-from mirror._src.engine.example_mask import masking
+from mirror._src.engine.examples import masking
 from mirror._src.training.losses import Metrics, name_in_table
 from mirror._src.training.metric import Metric, Weighted
 from mirror._src.training.mistakes import describes_batch

@@ -18,7 +18,7 @@ import numpy as np
 from flax import linen, nnx
 
 from mirror._src.base.errors import counted, expected, nearest, require_int
-from mirror._src.base.modules import set_module
+from mirror._src.base.public_names import set_module
 from mirror._src.base.types import Array, PyTree
 from mirror._src.inspection.verify import rtol_of
 

@@ -17,7 +17,7 @@ from mirror._src.base.types import PyTree, StepFunction
 from mirror._src.data.distribute import DistributedDataset
 from mirror._src.devices.launch import wait_for
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
-from mirror._src.inspection.trial_objects import gathered
+from mirror._src.inspection.measurement import gathered
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.training.inputs import whole_pass
 from mirror._src.training.metric import Metric

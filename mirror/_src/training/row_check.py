@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr
 
 from mirror._src.base.errors import counted
 from mirror._src.base.naming import name_of, warn_user
-from mirror._src.base.source_lines import on_behalf_of, users_function
+from mirror._src.base.tracebacks import on_behalf_of, users_function
 from mirror._src.base.types import PyTree
 from mirror._src.data.padded import PaddedBatch
 from mirror._src.engine.per_replica import PerReplica, is_per_replica

@@ -11,10 +11,9 @@ import numpy as np
 from mirror._src.base.types import PyTree
 from mirror._src.data.padded import PaddedBatch
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
-from mirror._src.engine.scopes import require_cross_replica
-from mirror._src.inspection.difference import warn_of
-from mirror._src.inspection.memory import memory_report
-from mirror._src.inspection.memory_report import MemoryReport
+from mirror._src.engine.replica_context import require_cross_replica
+from mirror._src.inspection.equality import warn_of
+from mirror._src.inspection.memory import MemoryReport, memory_report
 from mirror._src.inspection.verify import VerifyReport, exact_products, verify
 from mirror._src.jaxprs.equations import equations
 from mirror._src.strategy.strategy import Strategy

@@ -20,10 +20,10 @@ from flax import nnx
 
 from mirror._src.base.errors import counted, describe, expected
 from mirror._src.base.naming import name_of
-from mirror._src.base.source_lines import on_behalf_of, users_function
+from mirror._src.base.tracebacks import on_behalf_of, users_function
 from mirror._src.base.types import Array, PyTree
 from mirror._src.engine.all_reduce import AllReduce
-from mirror._src.engine.example_mask import masking
+from mirror._src.engine.examples import masking
 from mirror._src.strategy.mirrored import get_replica_context
 from mirror._src.training.mistakes import describes_batch, require_transformation
 from mirror._src.training.objective import LOSS, Objective, Sums, as_float, carried, fit_floats

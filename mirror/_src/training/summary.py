@@ -10,7 +10,7 @@ from flax import nnx
 
 from mirror._src.base.errors import bytes_in_words, counted, describe
 from mirror._src.base.naming import keys
-from mirror._src.base.tables import Table
+from mirror._src.base.terminal import Table
 from mirror._src.base.types import PyTree
 from mirror._src.data.batches import array_of, shape_on_devices
 from mirror._src.inspection.placement_table import bytes_by_device

@@ -12,9 +12,9 @@ from flax import nnx
 
 from mirror._src.base import interrupts
 from mirror._src.base.errors import counted, describe, expected, require_int, require_secs
-from mirror._src.base.modules import set_module
 from mirror._src.base.naming import warn_user
-from mirror._src.base.tables import Table
+from mirror._src.base.public_names import set_module
+from mirror._src.base.terminal import Table
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.types import PyTree
 from mirror._src.base.unknown_names import unknown_attribute
@@ -22,7 +22,7 @@ from mirror._src.cluster.store import barrier
 from mirror._src.data.arrays import ArrayDataset
 from mirror._src.data.distribute import DistributedDataset
 from mirror._src.data.padded import PaddedBatch
-from mirror._src.inspection.memory_report import MemoryReport
+from mirror._src.inspection.memory import MemoryReport
 from mirror._src.inspection.verify import VerifyReport
 from mirror._src.inspection.watch import watch
 from mirror._src.passes.callbacks import in_callback

@@ -27,10 +27,10 @@ from mirror._src.cluster import consensus, store
 from mirror._src.cluster.resolvers import Membership
 from mirror._src.cluster.start import initialize, processes, resolver_of_environment
 from mirror._src.devices import backend
-from mirror._src.devices.collective_check import known_rows, run_in_threads, wrong_sum
+from mirror._src.devices.device_checks import known_rows, run_in_threads, wrong_sum
 from mirror._src.engine.per_replica import PerReplica
 from mirror._src.strategy.current_replica import all_reduce
-from mirror._src.strategy.multi_worker import MultiWorkerMirroredStrategy
+from mirror._src.strategy.mirrored import MultiWorkerMirroredStrategy
 from mirror._src.tools.doctor.check import Check, Problem, run_steps
 
 CLUSTER, PROCESSES, VERSIONS, ADDRESS = "cluster", "processes", "versions and settings", "address"

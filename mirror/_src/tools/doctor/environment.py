@@ -10,7 +10,7 @@ from packaging.version import Version
 from mirror._src.base.errors import bytes_in_words
 from mirror._src.base.optional import install_command, version_of
 from mirror._src.base.supported import JAX, Range, base_version
-from mirror._src.devices.host_devices import HOST_DEVICES_FLAG
+from mirror._src.devices.jax_options import HOST_DEVICES_FLAG
 from mirror._src.devices.physical import (
     driver_version,
     gpus_of_process,

@@ -9,9 +9,9 @@ import jax
 
 from mirror._src.base.errors import VerifyError, counted, first_line
 from mirror._src.devices import backend
-from mirror._src.devices.collective_check import all_reduce_fault, p2p_settings
+from mirror._src.devices.backend import starting
+from mirror._src.devices.device_checks import all_reduce_fault, p2p_settings
 from mirror._src.devices.jax_options import PLATFORMS, names_gpus
-from mirror._src.devices.startup import starting
 from mirror._src.strategy.mirrored import MirroredStrategy
 from mirror._src.tools import devices as inventory
 from mirror._src.tools.builtin_steps import make_builtin_step

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
-from mirror._src.devices import backend, host_devices, launches
-from mirror._src.devices.startup import startup_cause
-from mirror._src.engine.one_device import ReductionToOneDevice
+from mirror._src.devices import backend, jax_options, launches
+from mirror._src.devices.backend import startup_cause
+from mirror._src.engine.all_reduce import ReductionToOneDevice
 from mirror._src.inspection.stall_report import state_of_launches as state_of_launches
 from mirror._src.strategy.mirrored import MirroredStrategy
 
@@ -22,8 +22,8 @@ def force_host_devices(count: int, requested_by: str) -> None:
     Raises:
         RuntimeError: If another number is set, or JAX's backend has started.
     """
-    fixed = host_devices.fixed_host_devices()
-    if fixed is None and host_devices.force_host_devices(count) is not None:
+    fixed = jax_options.fixed_host_devices()
+    if fixed is None and jax_options.force_host_devices(count) is not None:
         raise RuntimeError(
             f"{requested_by} has no effect because JAX's backend has started. {startup_cause()} "
             "Use JAX in fixtures and tests, not while conftest.py is imported, or set "
@@ -33,7 +33,7 @@ def force_host_devices(count: int, requested_by: str) -> None:
         number, fixed_by = fixed
         if fixed_by.startswith("jax_"):
             fixed_by += " (set in code, for example in a conftest.py)"
-        message = host_devices.describe_conflict(count, number, fixed_by, f"request {number}")
+        message = jax_options.describe_conflict(count, number, fixed_by, f"request {number}")
         raise RuntimeError(f"{requested_by}: {message}")
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, final
 
 from mirror._src.base.errors import describe, nearest
-from mirror._src.base.modules import set_module
 from mirror._src.base.naming import parameter_names
-from mirror._src.base.other_names import advice
+from mirror._src.base.public_names import set_module
+from mirror._src.base.unknown_names import advice
 from mirror._src.training.loop import FitLoop
 
 # Parameters of hooks of other libraries, in the place where `fit` is passed.

@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import ClassVar, final
 
-from mirror._src.base.closing import closing
-from mirror._src.base.errors import require_int, require_secs
+from mirror._src.base.errors import closing, require_int, require_secs
 from mirror._src.base.interrupts import TERMINATED, Termination, say
-from mirror._src.base.modules import set_module
 from mirror._src.base.naming import warn_user
+from mirror._src.base.public_names import set_module
 from mirror._src.training.callbacks.callback import Callback, Monitor
 from mirror._src.training.callbacks.stopping import Mode, require_mode
 from mirror._src.training.checkpoints.directory import format_list

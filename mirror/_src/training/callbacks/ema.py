@@ -8,7 +8,7 @@ import optax
 from flax import nnx
 
 from mirror._src.base.errors import describe, expected
-from mirror._src.base.modules import set_module
+from mirror._src.base.public_names import set_module
 from mirror._src.training.callbacks.callback import Callback
 from mirror._src.training.loop import FitLoop
 

@@ -13,9 +13,9 @@ import optax
 
 from mirror._src.base import clock
 from mirror._src.base.errors import expected, require_int
-from mirror._src.base.modules import set_module
 from mirror._src.base.naming import require_parameters
 from mirror._src.base.optional import require
+from mirror._src.base.public_names import set_module
 from mirror._src.training.callbacks.callback import Callback
 from mirror._src.training.loop import FitLoop
 from mirror._src.training.objective import LOSS

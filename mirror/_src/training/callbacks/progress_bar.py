@@ -13,10 +13,8 @@ from rich.live import Live
 from rich.text import Text
 
 from mirror._src.base.errors import counted
-from mirror._src.base.modules import set_module
-from mirror._src.base.notebook import in_notebook
-from mirror._src.base.tables import folded_table
-from mirror._src.base.terminal import wrap
+from mirror._src.base.public_names import set_module
+from mirror._src.base.terminal import folded_table, in_notebook, wrap
 from mirror._src.training.callbacks.callback import Callback
 from mirror._src.training.loop import FitLoop
 from mirror._src.training.progress import format_metrics

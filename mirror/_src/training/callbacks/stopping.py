@@ -4,7 +4,7 @@ import math
 from typing import Any, Literal, TypeAlias, final
 
 from mirror._src.base.errors import counted, expected, require_int
-from mirror._src.base.modules import set_module
+from mirror._src.base.public_names import set_module
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.training.callbacks.callback import Callback, Monitor
 from mirror._src.training.loop import FitLoop

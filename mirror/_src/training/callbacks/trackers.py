@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, final
 
 from mirror._src.base.errors import expected, nearest
-from mirror._src.base.modules import set_module
 from mirror._src.base.naming import warn_user
 from mirror._src.base.optional import require
+from mirror._src.base.public_names import set_module
 from mirror._src.cluster.store import is_chief
 from mirror._src.training.callbacks.callback import Callback
 from mirror._src.training.callbacks.logs import Log

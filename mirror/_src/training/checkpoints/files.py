@@ -25,10 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mirror._src.base.dtypes import is_numeric
 from mirror._src.base.errors import bytes_in_words, expected
-from mirror._src.base.host_memory import host_memory
-from mirror._src.base.types import ARRAY_LIKE
+from mirror._src.base.types import ARRAY_LIKE, is_numeric
+from mirror._src.devices.memory import host_memory
 from mirror._src.training.paths import is_remote, put
 
 RESERVED = "__metadata__"

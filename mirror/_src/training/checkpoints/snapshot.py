@@ -9,12 +9,11 @@ import numpy as np
 from flax import nnx
 from jax.tree_util import keystr
 
-from mirror._src.base.dtypes import is_numeric
 from mirror._src.base.errors import describe, listing
+from mirror._src.base.types import is_numeric
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.engine.on_read import spread_over
 from mirror._src.engine.per_replica import per_replica
-from mirror._src.engine.variable import Variable
+from mirror._src.engine.variable import Variable, spread_over
 from mirror._src.training.checkpoints.files import KeyData
 from mirror._src.training.precision import SCALE
 

@@ -19,9 +19,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self, final
 
-from mirror._src.base.closing import closing
-from mirror._src.base.host_memory import host_memory
+from mirror._src.base.errors import closing
 from mirror._src.base.interrupts import say
+from mirror._src.devices.memory import host_memory
 from mirror._src.training.checkpoints import files
 from mirror._src.training.checkpoints.directory import (
     LOCK,

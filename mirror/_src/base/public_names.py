@@ -6,7 +6,21 @@ Then all of them are, so that what a program sees does not depend on which name 
 
 import importlib
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+def set_module(name: str) -> Callable[[type[_T]], type[_T]]:
+    """Returns a decorator that sets the module that tracebacks and reprs show for a class."""
+
+    def decorate(cls: type[_T]) -> type[_T]:
+        cls.__module__ = name
+        return cls
+
+    return decorate
+
 
 MODULES = ("callbacks", "config", "data", "debugging", "distributed", "testing")
 LAZY_MODULE = "ps"

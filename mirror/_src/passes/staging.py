@@ -1,4 +1,13 @@
-"""The pass `staging`: splits a flat program into stages at its collectives."""
+"""The pass `staging`: splits a program at its collectives.
+
+The host runs it on devices that XLA cannot connect, and a device with several replicas all of them,
+stage by stage.
+
+It follows the other passes: calls that contain collectives are inlined, and small collectives are
+packed. A loop or branch that contains collectives becomes one step whose own program is staged in
+turn. The level of a value is the number of rounds of communication that it depends on. The
+computations of one level form a stage. The collectives of one level run together.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from mirror._src.base.dtypes import is_numeric, keys_like
-from mirror._src.base.types import Array
+from mirror._src.base.types import Array, is_numeric, keys_like
 from mirror._src.jaxprs.collective_eqns import (
     ALL_REDUCES,
     MIRRORING,
@@ -28,11 +36,11 @@ from mirror._src.jaxprs.equations import (
     inner_programs,
     is_ref,
     jaxpr_of,
+    user_line,
     with_inner,
 )
 from mirror._src.jaxprs.primitives import PRIMITIVES
 from mirror._src.jaxprs.trace import struct_of, trace
-from mirror._src.jaxprs.user_lines import user_line
 from mirror._src.passes.evaluate import Evaluation, Lowering, Rule, Rules, round_of
 from mirror._src.passes.pack import join, split
 from mirror._src.passes.passes import rewritten
@@ -47,15 +55,16 @@ from mirror._src.passes.program import (
     Value,
     walk_operations,
 )
-from mirror._src.passes.staging.ir import (
+from mirror._src.passes.staged import (
     Branch,
     Collective,
     Communication,
     Computation,
     Loop,
     StagedJaxpr,
+    drop_unused,
+    schedule_stages,
 )
-from mirror._src.passes.staging.schedule import drop_unused, schedule_stages
 
 
 def stage_program(

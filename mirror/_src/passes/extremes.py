@@ -1,4 +1,4 @@
-"""Max pooling on CPUs: slices and element-wise operations.
+"""Extremes on CPUs: max pooling by slices, `argmax` and `argmin` by two reductions.
 
 XLA:CPU scatters the gradient of max pooling one element at a time, which takes 2.5 to 45 times as
 long, and does not vectorize the reduction of a window: 1.6 to 4 times (JAX 0.10.2 and 0.12.0.1,
@@ -7,7 +7,10 @@ only the sign of a NaN may differ, and of a zero in a gradient of zeros. The der
 direction (`jax.jvp`) takes the first extreme, as the gradient does; for some shapes, XLA walks
 windows in another order.
 
-Delete this module when `tests/passes/test_lower_speed.py` says so.
+For `argmax` and `argmin`, it reduces pairs of value and index one by one, which takes 1.6 to 7
+times as long. The results are equal.
+
+Delete the rules when `tests/passes/test_lower_speed.py` says so.
 """
 
 import functools
@@ -23,6 +26,31 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from mirror._src.passes.evaluate import Rule, Rules
+
+
+def _arg_extreme(reduce: Callable[..., Any]) -> Callable[[JaxprEqn], Rule | None]:
+    """Returns the rule for `argmax` or `argmin`: the first index of the extreme, or of a NaN.
+
+    The extreme may omit NaN: XLA:CPU does so in large arrays (JAX 0.10.2 and 0.12.0.1).
+    """
+
+    def find(eqn: JaxprEqn) -> Rule | None:
+        aval: Any = eqn.invars[0].aval
+        (axis,), dtype = eqn.params["axes"], eqn.params["index_dtype"]
+        fits = 0 < 2 * aval.shape[axis] < jnp.iinfo(dtype).max
+        return rule if aval.dtype == jnp.float32 and aval.size and fits else None
+
+    def rule(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+        (x,), (axis,), dtype = arguments, eqn.params["axes"], eqn.params["index_dtype"]
+        best = lax.expand_dims(reduce(x, (axis,)), (axis,))
+        index = lax.broadcasted_iota(dtype, x.shape, axis)
+        size = x.shape[axis]
+        after = lax.select(x == best, index + size, jnp.full_like(index, 2 * size))
+        first = lax.reduce_min(lax.select(x != x, index, after), (axis,))
+        return [lax.select(first < size, first, first - size)]
+
+    return find
+
 
 _MOST_POSITIONS = 27  # of a window: each becomes a few operations. 7x7 is slower than XLA's.
 _MOST_IN_LAST = 4  # if the last axis is pooled: there, 3x3 is slower than XLA's.
@@ -212,6 +240,8 @@ def _windows(eqn: JaxprEqn, x: Any, fill: float) -> list[Any]:
 
 
 RULES: Rules = {
+    "argmax": _arg_extreme(lax.reduce_max),
+    "argmin": _arg_extreme(lax.reduce_min),
     "reduce_window_max": _pool(lax.max, -math.inf),
     "reduce_window_min": _pool(lax.min, math.inf),
     "select_and_gather_add": _gathers,

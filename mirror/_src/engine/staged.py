@@ -1,27 +1,135 @@
-"""`StagedProgram`: runs the stages of a replica program on lanes, and the collectives between."""
+"""The staged executor: for devices that XLA cannot connect by collectives.
+
+A replica program is split at its collectives. Each stage is one program without collectives, which
+runs on a lane: replicas on distinct devices of one type. Every lane launches a stage before the
+host waits for a result. The host then reduces the operands of the collectives, each as it arrives,
+and broadcasts the results.
+
+Mirrored results are taken from one lane and copied to the other lanes. Programs that are compiled
+for different devices round differently, and replicas must not drift apart.
+"""
 
 import itertools
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mirror._src.base.types import Array
-from mirror._src.devices import launch
+from mirror._src.devices import backend, launch
 from mirror._src.devices.launches import Described, StalledError
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.devices.transfer import any_deleted, copies_of, without_axis
-from mirror._src.devices.unstacked import UnstackedArrays
-from mirror._src.engine.compiled import CompiledProgram, MeshProgram
+from mirror._src.devices.transfer import UnstackedArrays, any_deleted, copies_of, without_axis
 from mirror._src.engine.cross_device_ops import CrossDeviceOps, LostValueError
-from mirror._src.engine.executor import ReplicaProgram, SignatureChanged
-from mirror._src.engine.staged.host import run_on_host
-from mirror._src.engine.staged.lane import Lane
-from mirror._src.engine.staged.stage import compile_stage
-from mirror._src.passes.program import Value, values_of
-from mirror._src.passes.staging.ir import Branch, Collective, Loop, Stage, StagedJaxpr
+from mirror._src.engine.executor import (
+    CompiledProgram,
+    Executor,
+    MeshProgram,
+    ReplicaProgram,
+    SignatureChanged,
+)
+from mirror._src.engine.lane import Lane, compile_stage
+from mirror._src.engine.reduce_op import ReduceOp, aligned
+from mirror._src.jaxprs.primitives import op_of
+from mirror._src.passes.program import Settings, Value, values_of
+from mirror._src.passes.staged import Branch, Collective, Loop, Stage, StagedJaxpr
+from mirror._src.passes.staging import stage_program
+
+Read = Callable[[int], np.ndarray]
+
+
+def run_on_host(
+    collective: Collective, read: Read, num_replicas: int, ops: CrossDeviceOps
+) -> list[Any]:
+    """Returns each replica's result. Replicas with equal results share one array.
+
+    Args:
+        collective: The collective to run.
+        read: Waits for the operand of a replica and returns it. Called once per replica.
+        num_replicas: Number of replicas.
+        ops: Implements the reductions.
+
+    Raises:
+        ValueError: If `ops` returned an array of the wrong shape or dtype.
+        RuntimeError: If `ops` raised an error.
+        LostValueError: If the operand of a replica cannot be read.
+    """
+    groups = collective.params.get("axis_index_groups") or [range(num_replicas)]
+    results: list[Any] = [None] * num_replicas
+    for group in groups:
+        outputs = _run_in_group(collective, read, list(group), ops)
+        for replica, output in zip(group, outputs, strict=True):
+            results[replica] = output
+    return results
+
+
+def _run_in_group(
+    collective: Collective, read: Read, group: list[int], ops: CrossDeviceOps
+) -> list[Any]:
+    params, n = collective.params, len(group)
+    match collective.primitive:
+        case "psum" | "pmax" | "pmin":
+            return [_reduce(collective, read, group, ops)] * n
+        case "reduce_scatter":
+            total = np.asarray(_reduce(collective, read, group, ops))
+            axis = params["scatter_dimension"]
+            slices = np.split(total, n, axis)
+            return slices if params["tiled"] else [part.squeeze(axis) for part in slices]
+        case "all_gather":
+            return [_gather(params, read, group)] * n
+        case "all_to_all":
+            return _transpose(params, [read(replica) for replica in group])
+        case "ppermute":
+            return _permute(params["perm"], read, group)
+        case _:  # pbroadcast
+            return [read(params["source"])] * n
+
+
+def _reduce(collective: Collective, read: Read, group: list[int], ops: CrossDeviceOps) -> Any:
+    op = ReduceOp(op_of(collective.primitive))
+    aval = collective.operand.aval
+    total = ops._carry_out(op, map(read, group), aval.shape, aval.dtype, collective.description)
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and jnp.issubdtype(aval.dtype, jnp.floating):
+        total = np.asarray(total)
+        # 0.0 instead of -0.0, as in the other executors.
+        return np.where(total == 0, np.zeros((), total.dtype), total)
+    return total
+
+
+def _gather(params: dict[str, Any], read: Read, group: list[int]) -> np.ndarray:
+    """Joins or stacks the operands in one buffer. Writes each operand as it arrives."""
+    first, axis = read(group[0]), params["all_gather_dimension"]
+    shape, size = list(first.shape), 1
+    if params["tiled"]:
+        size = shape[axis]
+        shape[axis] *= len(group)
+    else:
+        shape.insert(axis, len(group))
+    whole = aligned(tuple(shape), first.dtype)
+    for i, replica in enumerate(group):
+        value = first if i == 0 else read(replica)
+        place = (slice(None),) * axis + (slice(i * size, (i + 1) * size),)
+        whole[place] = value if params["tiled"] else np.expand_dims(value, axis)
+    return whole
+
+
+def _transpose(params: dict[str, Any], values: Sequence[np.ndarray]) -> list[np.ndarray]:
+    # `tiled` does not matter: JAX adds and removes the axes of the untiled form outside the
+    # primitive.
+    split, joined, n = params["split_axis"], params["concat_axis"], len(values)
+    slices = [np.split(value, n, split) for value in values]
+    return [np.concatenate([parts[i] for parts in slices], joined) for i in range(n)]
+
+
+def _permute(perm: Any, read: Read, group: list[int]) -> list[np.ndarray]:
+    """Sends operands along a permutation. A replica that receives nothing gets zeros."""
+    source = {target: origin for origin, target in perm}
+    values = {replica: read(replica) for replica in group}
+    zeros = np.zeros_like(next(iter(values.values())))
+    return [values[source[replica]] if replica in source else zeros for replica in group]
 
 
 class StagedProgram(CompiledProgram):
@@ -366,3 +474,49 @@ def _programs(communication: Loop | Branch) -> list[StagedJaxpr]:
     if isinstance(communication, Branch):
         return communication.branches
     return [communication.body, *([communication.test] if communication.test else [])]
+
+
+_PACK_BYTES = 256 * 1024
+
+
+@final
+class StagedExecutor(Executor):
+    """Runs replica programs stage by stage.
+
+    Args:
+        replicas: Devices of the replicas, of any types.
+        ops: Implements the reductions.
+    """
+
+    name = "staged"
+
+    def __init__(self, replicas: ReplicaDevices, ops: CrossDeviceOps) -> None:
+        super().__init__(replicas, _PACK_BYTES if ops.pack_bytes is None else ops.pack_bytes)
+        self.ops = ops
+        self.reduces_on = ops.device
+        self._lanes = _lanes(replicas)
+
+    def compile(self, program: ReplicaProgram) -> StagedProgram:
+        """See `Executor.compile`. Traces and stages the program now.
+
+        Raises:
+            NotImplementedError: If the program cannot be split at its collectives.
+        """
+        rules = program.guard.rules() if program.guard is not None else {}
+        per_replica = [kind.is_own for kind in program.inputs]
+        settings = Settings(
+            len(self.replicas), self.pack_bytes, per_replica, axis_name=self.replicas.axis_name
+        )
+        mirrored = [not kind.is_own for kind in program.outputs]
+        staged = stage_program(program.jaxprs, settings, mirrored, rules)
+        return StagedProgram(self.replicas, self.ops, program, self._lanes, staged)
+
+
+def _lanes(replicas: ReplicaDevices) -> list[Lane]:
+    """Groups the replicas by the type of their device, with each device at most once per group."""
+    groups: dict[Any, list[int]] = {}
+    counts: dict[jax.Device, int] = {}
+    for replica, device in enumerate(replicas.devices):
+        count = counts[device] = counts.get(device, 0) + 1
+        groups.setdefault((backend.type_of(device), count), []).append(replica)
+    return [Lane(tuple(ids), replicas) for ids in groups.values()]

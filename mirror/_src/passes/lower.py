@@ -1,7 +1,11 @@
-"""The table of the pass `lower`: platform -> primitive -> rule.
+"""The pass `lower`: replaces operations that a platform executes slowly by equivalent ones.
 
-A rule returns `None` for an operation that XLA executes fast, or whose shapes or dtype it was not
-measured for. `MIRROR_LOWERING=xla` switches the table off; it is read when a step is compiled.
+It is a table of rules for the evaluation of the program: platform -> primitive -> rule, with one
+module per family of operations. A rule returns `None` for an operation that XLA executes fast, or
+whose shapes or dtype it was not measured for. `MIRROR_LOWERING=xla` switches the table off; it is
+read when a step is compiled.
+
+Law: `tests/passes/test_lower.py`: same values as `jax.lax`; at night, each rule is still faster.
 """
 
 import os
@@ -14,13 +18,11 @@ from mirror._src.base.errors import expected
 from mirror._src.devices import backend
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.jaxprs.trace import trace_inside
+from mirror._src.passes import convolutions, extremes
 from mirror._src.passes.evaluate import Lowering, Rules
-from mirror._src.passes.lower import arg_extremes, convolutions, pooling
 
 VARIABLE = "MIRROR_LOWERING"
-_BY_PLATFORM: dict[str, Rules] = {
-    "CPU": {**pooling.RULES, **convolutions.RULES, **arg_extremes.RULES}
-}
+_BY_PLATFORM: dict[str, Rules] = {"CPU": {**extremes.RULES, **convolutions.RULES}}
 
 
 def setting() -> str:
