@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mirror._src.base.errors import describe, expected, listing
+from mirror._src.base.foreign_arrays import is_packed, is_sparse, to_array
 from mirror._src.base.naming import keys
 from mirror._src.base.types import PyTree, is_long, is_numeric
-from mirror._src.data.foreign import copied, is_packed, is_sparse, to_array
+from mirror._src.data.foreign import copied
 from mirror._src.devices.transfer import require_fits
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Never, TypeAlias, final, get_args
 import jax
 
 from mirror._src.base.errors import counted, describe, expected
+from mirror._src.base.foreign_arrays import is_array
 from mirror._src.base.naming import keys
 from mirror._src.base.public_names import set_module
 from mirror._src.base.types import PyTree
@@ -21,7 +22,7 @@ from mirror._src.data.batches import (
     require_remainder,
     shape_on_devices,
 )
-from mirror._src.data.foreign import advice, is_array
+from mirror._src.data.foreign import advice
 from mirror._src.data.input import InputMode, Inspect, Pass, Plan
 from mirror._src.data.local_input import require_own_shard
 from mirror._src.data.padded import PaddedDataset

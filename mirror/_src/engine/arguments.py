@@ -61,7 +61,7 @@ def require_static(fn: Callable[..., Any], tree: Any, layout: "Layout", leaves: 
     for i in layout.static:
         try:
             hash(leaves[i])
-        except TypeError:
+        except Exception:  # a memoryview raises a ValueError
             raise TypeError(
                 f"{leaf_names(fn, tree)[i]} is {describe(leaves[i])}, which is neither an array "
                 "nor hashable. Arguments of a step must be arrays, numbers, or hashable values "
@@ -70,17 +70,25 @@ def require_static(fn: Callable[..., Any], tree: Any, layout: "Layout", leaves: 
             ) from None
 
 
-def require_no_keras(fn: Callable[..., Any], tree: Any, layout: "Layout", leaves: list) -> None:
-    """Rejects Keras objects: the values of their variables would be constants of the program.
+def require_no_constants(fn: Callable[..., Any], tree: Any, layout: "Layout", leaves: list) -> None:
+    """Rejects static arguments whose numbers would be constants of the program.
 
     Raises:
-        TypeError: If an argument is a Keras object that has variables.
+        TypeError: If an argument is a Keras object that has variables, or an array of another
+            library.
     """
     for i in layout.static:
+        kind = type(leaves[i])
         if has_variables(leaves[i]):
             raise TypeError(
-                f"{leaf_names(fn, tree)[i]} is a Keras {type(leaves[i]).__name__}, which "
+                f"{leaf_names(fn, tree)[i]} is a Keras {kind.__name__}, which "
                 f"strategy.run does not update. {STATELESS_CALL}"
+            )
+        if hasattr(kind, "__array__"):
+            raise TypeError(
+                f"{leaf_names(fn, tree)[i]} is a {kind.__module__}.{kind.__qualname__}, whose "
+                "numbers would be constants of the compiled step. Pass an array of NumPy or JAX: "
+                "numpy.asarray(x)."
             )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mirror._src.base.errors import describe, nearest_name
+from mirror._src.base.foreign_arrays import to_array
 from mirror._src.base.keras_library import GLOBAL_BATCHES, loads_batches
 from mirror._src.base.public_names import set_module
 from mirror._src.base.tracebacks import is_library
@@ -72,7 +73,7 @@ class PerReplica:
                 "array (num_replicas, *shape), or use mirror.PerReplica([value, ...]) with one "
                 "value per replica."
             )
-        return _wrap(stacked)
+        return _wrap(to_array("`stacked`", stacked))
 
     @property
     def stacked(self) -> Array | np.ndarray:
@@ -366,7 +367,7 @@ def _stack(values: Sequence[ArrayLike]) -> Array | np.ndarray | UnstackedArrays:
             f"PerReplica expects a list with one value per replica, got {describe(values)}. For an "
             "array (num_replicas, *shape), use mirror.PerReplica.from_stacked(array)."
         )
-    rows: list[Any] = [v if isinstance(v, jax.Array) else np.asarray(v) for v in values]
+    rows: list[Any] = [to_array(f"Value {i} of a PerReplica", v) for i, v in enumerate(values)]
     for row, value in zip(rows, values, strict=True):
         if not isinstance(row, jax.Array) and not is_numeric(row.dtype):
             fix = "For a pytree, make each leaf a PerReplica."

@@ -18,7 +18,7 @@ from mirror._src.engine.arguments import (
     equinox_positions,
     is_number,
     ref_message,
-    require_no_keras,
+    require_no_constants,
 )
 from mirror._src.engine.closures import (
     Captures,
@@ -295,7 +295,7 @@ def trace_step(
 def _trace(
     group: ReplicaGroup, axis_name: str, call: Call, types: Types, context: object
 ) -> TracedStep:
-    require_no_keras(call.fn, call.tree, call.layout, call.leaves)
+    require_no_constants(call.fn, call.tree, call.layout, call.leaves)
     require_nothing_bound(call.fn)
     function = ReplicaFunction(group, axis_name, call, types)
     try:

@@ -172,7 +172,7 @@ class Runner:
                 key = call.key
                 try:
                     program = step.programs.get(key)
-                except TypeError:
+                except Exception:
                     require_static(fn, call.tree, call.layout, call.leaves)
                     raise
                 if found is not None and found[0] == key:

@@ -9,9 +9,10 @@ import numpy as np
 from flax import nnx
 
 from mirror._src.base.errors import ReplicaDivergenceError, describe
-from mirror._src.base.types import ARRAY_LIKE, Array
+from mirror._src.base.foreign_arrays import to_array
+from mirror._src.base.types import ARRAY_LIKE, Array, is_numeric
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.devices.transfer import UnstackedArrays, place_like
+from mirror._src.devices.transfer import UnstackedArrays, place_like, require_fits
 from mirror._src.engine.all_reduce import AllReduce
 from mirror._src.engine.per_replica import (
     PerReplica,
@@ -97,7 +98,7 @@ def convert(variable: Assignable, value: Any) -> Any:
             "number."
         )
     is_typed = isinstance(value, jax.Array | np.ndarray | np.generic)
-    array = jnp.asarray(value)
+    array = as_array(f"The new value of {variable.described}", value)
     is_weak = getattr(array, "weak_type", False) or not is_typed
     if is_weak and not jnp.can_cast(array.dtype, dtype, "same_kind"):
         raise TypeError(
@@ -121,7 +122,7 @@ def initial_value(value: Any, dtype: Any, name: str | None) -> Array:
     """Returns the initial value of a variable as an array.
 
     Raises:
-        ValueError: If it is neither an array nor a number.
+        ValueError, TypeError: If it is neither an array nor a number; see `as_array`.
     """
     if callable(value) and not isinstance(value, jax.Array | np.ndarray | nnx.Variable):
         value = value()
@@ -132,9 +133,27 @@ def initial_value(value: Any, dtype: Any, name: str | None) -> Array:
             f"The initial value of {label(name)} must be an array or a number, got "
             f"{describe(value)}. Pass one value, which all replicas start with."
         )
-    array = jnp.asarray(value, dtype)
+    array = as_array(f"The initial value of {label(name)}", value, dtype)
     # The first assignment would drop a weak type, so that the step would be compiled again.
     return array.astype(array.dtype) if getattr(array, "weak_type", False) else array
+
+
+def as_array(name: str, value: Any, dtype: Any = None) -> Array:
+    """Returns a value of the user as a JAX array.
+
+    Raises:
+        TypeError: If it is neither an array of numbers nor a number, or has masked values.
+        ValueError: If it contains an integer that does not fit 32 bits, which JAX would cut off.
+    """
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value)):
+        return jnp.asarray(value, dtype)
+    array = to_array(name, value)
+    if not is_numeric(array.dtype):
+        raise TypeError(f"{name} must be an array or a number, got {describe(value)}.")
+    if dtype is None:
+        require_fits(name, array)
+    # JAX rejects Python integers that do not fit `dtype`, and wraps the ones of NumPy.
+    return jnp.asarray(value if isinstance(value, int) else array, dtype)
 
 
 _TENSORFLOW_ARGUMENTS = {

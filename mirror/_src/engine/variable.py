@@ -20,7 +20,7 @@ from mirror._src.base.types import Array, ArrayLike, PyTree
 from mirror._src.base.unknown_names import advice, unknown_attribute
 from mirror._src.devices.backend import names
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.devices.transfer import UnstackedArrays, place_like
+from mirror._src.devices.transfer import UnstackedArrays, place_like, require_fits
 from mirror._src.engine.all_reduce import AllReduce, ReductionToOneDevice
 from mirror._src.engine.per_replica import (
     held_by,
@@ -84,10 +84,11 @@ class Variable(nnx.Variable[Any]):
         metadata: Further metadata of the `nnx.Variable`.
 
     Raises:
-        ValueError: If `value` is neither an array nor a number, if `synchronization` or
-            `aggregation` is unknown, or for a mean of integers or booleans, or a sum of booleans or
-            small integers.
-        TypeError: If an argument exists only in `tf.Variable`.
+        ValueError: If `value` contains an integer of more than 32 bits while JAX has 64-bit types
+            disabled, if `synchronization` or `aggregation` is unknown, or for a mean of integers or
+            booleans, or a sum of booleans or small integers.
+        TypeError: If `value` is neither an array nor a number, or an argument exists only in
+            `tf.Variable`.
         RuntimeError: If the variable is created inside a step.
 
     >>> strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
@@ -154,8 +155,8 @@ class Variable(nnx.Variable[Any]):
             The variable.
 
         Raises:
-            ValueError: If `value` has another shape or dtype. Outside a step, if the variable is
-                `"on_read"` without an aggregation.
+            ValueError: If `value` has another shape or dtype, or an integer that does not fit 32
+                bits. Outside a step, if the variable is `"on_read"` without an aggregation.
             TypeError: If `value` is neither an array nor a number, or is a float while the variable
                 has an integer dtype.
             ReplicaDivergenceError: If `value` is a `PerReplica` outside a step. From `run`, if
@@ -320,6 +321,7 @@ class Variable(nnx.Variable[Any]):
             self.assign(value if is_whole else self.get_value().at[index].set(value))
         else:
             kwargs = {} if index is _MISSING else {"index": index}
+            require_fits(f"The new value of {self.described}", value)
             self._write(super().set_value, value, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

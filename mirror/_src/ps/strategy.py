@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, final
 
-import jax.numpy as jnp
 import numpy as np
 
 from mirror._src.base.errors import bytes_in_words, counted, expected, require_int
@@ -15,6 +14,7 @@ from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.unknown_names import unknown_attribute
 from mirror._src.cluster.resolvers import ClusterResolver, ClusterSpec, Jobs
 from mirror._src.devices import backend
+from mirror._src.engine.storage import as_array
 from mirror._src.ps import ray_cluster
 from mirror._src.ps.driver_thread import DriverThread
 from mirror._src.ps.engine import RayEngine
@@ -198,14 +198,16 @@ class ParameterServerStrategy(RemoteStrategy):
 
         Raises:
             TypeError: If `value` is not an array or a number.
-            ValueError: If a variable of this name has another shape or dtype.
+            ValueError: If a variable of this name has another shape or dtype, or an integer does
+                not fit 32 bits.
         """
         if name is None:
             name = next(self._names)
         elif not isinstance(name, str):
             raise TypeError(expected("name", name, "a string or None", "For example name='a'."))
         variables = self._engine.variables
-        variables.apply(name, "create", np.asarray(jnp.asarray(value)))
+        first = as_array(f"The first value of variable {name!r}", value)
+        variables.apply(name, "create", np.asarray(first))
         return ServerVariable(name, variables)
 
     @api_boundary

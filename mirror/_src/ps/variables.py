@@ -11,6 +11,7 @@ from mirror._src.base.public_names import set_module
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.types import Array
 from mirror._src.devices.transfer import is_tracing
+from mirror._src.engine.storage import as_array
 
 
 @final
@@ -152,7 +153,8 @@ class ServerVariable:
                 "Read the value outside and pass it as an argument, or assign outside."
             )
         # As JAX converts Python numbers: an int is an int32 unless x64 is enabled.
-        operand = None if operation == "read" else np.asarray(jnp.asarray(_value_of(value)))
+        what = f"The value of variable {self.name!r}"
+        operand = None if operation == "read" else np.asarray(as_array(what, _value_of(value)))
         return jnp.asarray(self._variables.apply(self.name, operation, operand))
 
     def __jax_array__(self) -> Array:

@@ -12,11 +12,11 @@ import numpy as np
 
 from mirror._src.base import interrupts
 from mirror._src.base.errors import closing, describe, expected, require_int
+from mirror._src.base.foreign_arrays import is_array
 from mirror._src.base.naming import warn_user
 from mirror._src.base.types import PyTree
 from mirror._src.data.arrays import ArrayDataset, in_memory
 from mirror._src.data.distribute import DistributedDataset
-from mirror._src.data.foreign import is_array
 from mirror._src.data.padded import PaddedBatch, PaddedDataset
 
 _SHOWN_NAMES = 4

@@ -13,11 +13,11 @@ import optax
 from flax import linen, nnx
 
 from mirror._src.base.errors import counted, describe, expected, nearest
+from mirror._src.base.foreign_arrays import is_array
 from mirror._src.base.naming import is_our_module, keys, name_of, signature_of, warn_user
 from mirror._src.base.tracebacks import is_own
 from mirror._src.base.types import PyTree
 from mirror._src.base.unknown_names import advice
-from mirror._src.data.foreign import is_array
 from mirror._src.data.padded import PaddedBatch
 from mirror._src.engine.per_replica import is_per_replica
 
