@@ -120,6 +120,10 @@ HOST_VALUES = {  # by name in several_host_values.py: the leaf that differs
     "callback_bias": "model.bias",
     "results_of_another_program": "",
     "results_of_a_dropped_step": "",
+    "swapped_results": "arrays that earlier steps returned",
+    "earlier_result": "arrays that earlier steps returned",
+    "known_constant": "arrays that earlier steps returned",
+    "swapped_variables": "arrays that earlier steps returned",
     "nothing": "",
 }
 

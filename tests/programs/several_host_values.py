@@ -42,6 +42,12 @@ with strategy.scope():
         nnx.Linear(3, 1, rngs=nnx.Rngs(0)), optimizer(), "mean_squared_error", labels="y"
     )
 
+    twins = [nnx.Linear(3, 1, rngs=nnx.Rngs(i)) for i in range(2)]
+
+
+def shrink(twin, x):
+    twin.kernel[...] -= 0.1 * mirror.all_reduce("mean", x.mean()) * twin.kernel[...]
+
 
 def train(net, state, x):
     loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(net)
@@ -177,6 +183,42 @@ def results_of_a_dropped_step(value):
     run(0.1)
 
 
+def both(a, b, x):
+    mean = mirror.all_reduce("mean", x.mean())
+    return a - mean, b + mean
+
+
+def swapped_results(value):
+    """The second process of `differs` does not swap; in `same`, both do."""
+    a, b = kept.get("pair", (np.zeros(3, np.float32), np.ones(3, np.float32)))
+    for i in range(3):
+        if i == 1 and value < 1.3:
+            a, b = b, a
+        a, b = strategy.run(both, (a, b, batch))
+    kept["pair"] = a, b
+
+
+def earlier_result(value):
+    results = [weights["w"]]
+    for _ in range(3):
+        results.append(strategy.run(halved, (results[-1],)))
+    strategy.run(halved, (results[1 if value < 1.3 else 2],))
+
+
+def known_constant(value):
+    rates = kept.setdefault("rates", [jnp.float32(0.1), jnp.float32(0.2)])
+    for i in range(4):
+        strategy.run(plain, (weights["w"], batch, rates[i % 2 if i < 2 else int(value < 1.3)]))
+
+
+def swapped_variables(value):
+    if value < 1.3:
+        a, b = twins[0].kernel, twins[1].kernel
+        a[...], b[...] = b[...], a[...]
+    for twin in twins:
+        strategy.run(shrink, (twin, batch))
+
+
 def nothing(value):
     run(0.1)
     train_once()
@@ -185,7 +227,8 @@ def nothing(value):
 ROWS = [
     *(number, integer, numpy_scalar, numpy_array, jax_array, kept_array, large_array),
     *(changed_result, assign, nnx_eager, nnx_assignment, hyperparameter, callback_hyperparameter),
-    *(callback_bias, results_of_another_program, results_of_a_dropped_step, nothing),
+    *(callback_bias, results_of_another_program, results_of_a_dropped_step, swapped_results),
+    *(earlier_result, known_constant, swapped_variables, nothing),
 ]
 
 

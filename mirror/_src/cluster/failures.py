@@ -168,12 +168,12 @@ class Failures:
                     _post(Event("stop", me, message))
 
     def _exchange(self) -> None:
-        with self._exchange_lock:
+        with self._exchange_lock:  # until the job stops: this process may end at the same time
             difference: Difference | None = ledger.exchange()
-        if difference is not None:
-            event = Event(difference.kind, store.process_index(), difference.text)
-            _post(event)
-            self._stop(event)
+            if difference is not None:
+                event = Event(difference.kind, store.process_index(), difference.text)
+                _post(event)
+                self._stop(event)
 
     def _stop(self, event: Event) -> None:
         """Prints what has ended the job, which the main thread raises if it does not wait."""
@@ -258,7 +258,8 @@ class Failures:
                 left = store.get_many("left", count, deadline, {me: mine})
                 if len(left) == count:
                     self._exchange()
-                    store.set("left/all", json.dumps([left[i] for i in range(count)]))
+                    if store.stop is None:  # else the others wait for its event
+                        store.set("left/all", json.dumps([left[i] for i in range(count)]))
             text = store.get("left/all", deadline)
             if text is not None:
                 self._compare_ends([json.loads(each) for each in json.loads(text)])

@@ -4,9 +4,12 @@ Mirrored inputs that no launch has returned are equal in all processes only if e
 the same: a learning rate, an assigned variable, an array that was changed between two steps.
 """
 
+import operator
 import zlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, final
+from weakref import ref
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +28,8 @@ from mirror._src.engine.recent_arrays import WeakArrays
 from mirror._src.jaxprs.text import fingerprint
 
 _LARGE = 2**16  # bytes; of larger arrays, the device computes a fingerprint
+_MAX_LAUNCHES = 128
+_ORIGINS = "arrays that earlier steps returned or received, in another order"
 _fingerprint_of = jax.jit(fingerprint)
 
 
@@ -80,6 +85,9 @@ class HostValues:
     def __init__(self, objects: ObjectTable) -> None:
         self._objects = objects
         self._known = WeakArrays()  # by id
+        # What the last launches received and returned, newest first. Weak references; the places
+        # are the same in all processes, whatever Python has freed.
+        self._launches: deque[list[Any]] = deque(maxlen=_MAX_LAUNCHES)
 
     def note(
         self,
@@ -89,6 +97,7 @@ class HostValues:
         leaves: list[Any],
         positions: Sequence[int],
         *,
+        unexpected: Sequence[int],
         are_compared: bool,
     ) -> None:
         """Notes a launch, right before it begins.
@@ -99,15 +108,17 @@ class HostValues:
             passed: The leaves that the user passed.
             leaves: The same leaves on the devices.
             positions: Positions of the mirrored leaves that may be new.
+            unexpected: Positions of the mirrored leaves that are not as in the last call.
             are_compared: Whether all processes have just compared the values.
         """
+        assigned = call.record.unchecked if call.record is not None else ()
         new_state = self._objects.unchecked(call.record) if call.record is not None else []
         new: Sequence[int] = ()
         if positions:
             moved = [] if passed is leaves else [i for i in positions if passed[i] is not leaves[i]]
             of_host = {i for i in moved if not isinstance(passed[i], jax.Array)}
-            known = {i for i in moved if self._known.get(id(passed[i])) is passed[i]}
-            arrays = [i for i in positions if i not in of_host and i not in known]
+            same = {i for i in moved if self._known.get(id(passed[i])) is passed[i]}
+            arrays = [i for i in positions if i not in of_host and i not in same]
             new = [*sorted(of_host), *self._unknown(leaves, arrays)]
         if are_compared:
             for i in new:
@@ -121,7 +132,33 @@ class HostValues:
             digests = {names[i]: _OnDevice(call.state[i]) for i in new_state}
             for i in new:
                 digests[names[start + i]] = self._digest(passed[i], leaves[i])
+        known = [call.state[i] for i in assigned if i not in new_state]
+        known += [leaves[i] for i in unexpected if i not in new]
+        origins = "" if are_compared else self._origins(known)
+        if origins != program.origins:  # two steps that alternate do not post it every time
+            program.origins = origins
+            digests[_ORIGINS] = _OnHost(origins, None)
+        mirrored = map(leaves.__getitem__, call.layout.mirrored)
+        self._launches.appendleft([*map(ref, call.state), *map(ref, mirrored)])
         self._note(program, digests)
+
+    def note_results(self, call: Call, program: StepProgram) -> None:
+        """Notes what the launch has returned."""
+        state = call.record.last if call.record is not None else None
+        self._launches[0] += [*map(ref, state or ()), *program.known.last.references]
+
+    def _origins(self, arrays: Sequence[Any]) -> str:
+        """Returns which launch had each of these arrays last, and in which place; "" for none."""
+        found: dict[int, Any] = dict.fromkeys(map(id, arrays))
+        missing = set(found)
+        for age, references in enumerate(self._launches):
+            if not missing:
+                break
+            for place, array in enumerate(map(operator.call, references)):
+                if id(array) in missing:
+                    found[id(array)] = (age, place)
+                    missing.remove(id(array))
+        return repr([found[id(array)] for array in arrays]) if arrays else ""
 
     def _note(self, program: StepProgram, digests: Mapping[str, Digest]) -> None:
         if ledger.changes_program(program.identity):

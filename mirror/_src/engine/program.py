@@ -106,7 +106,7 @@ class StepProgram:
         self.compiled: CompiledProgram = executor.compile(replica_program)
         self._spans_processes = executor.replicas.spans_processes
         self.to_agree_on = replica_program if self._spans_processes else None
-        self.identity = ""
+        self.identity = self.origins = ""
         self.label = f"{step.name} ({replica_program.line})" if replica_program.line else step.name
         self.input_names: list[str] = []
         self.captured_arrays = captured_arrays(call.fn, traced.jaxpr)

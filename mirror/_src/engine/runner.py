@@ -24,7 +24,7 @@ from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import require_not_lost
 from mirror._src.engine.agreement import require_agreement
 from mirror._src.engine.analysis import Analysis, analyze
-from mirror._src.engine.argument_placer import ArgumentPlacer, require_canonical
+from mirror._src.engine.argument_placer import ArgumentPlacer, Prepared, require_canonical
 from mirror._src.engine.arguments import (
     HOISTS,
     Call,
@@ -184,7 +184,7 @@ class Runner:
                     if reshards or (has_slices and program.reshards_often):
                         call, leaves = self._placer.reshard(program, call, leaves)
                     if self._host_values is not None:
-                        self._agree(call, program, passed, leaves, prepared.new)
+                        self._agree(call, program, passed, leaves, prepared)
                     if program.captured_arrays:
                         warn_about_stale_arrays(
                             step.warned, fn, program.captured_arrays, program.runs
@@ -193,7 +193,10 @@ class Runner:
                         ready = self._placer.copy_repeated(call, leaves, program, prepared)
                         if prepared.expected is None or prepared.expected:
                             self._placer.expect(call, ready, program)
-                        return program(call, ready, self._placer.recent)
+                        result = program(call, ready, self._placer.recent)
+                        if self._host_values is not None:
+                            self._host_values.note_results(call, program)
+                        return result
                     except SignatureChanged:  # other shapes, or another trace context
                         require_not_lost(program.label, [*call.state, *leaves])
                     except RuntimeError:
@@ -220,7 +223,7 @@ class Runner:
         program: StepProgram,
         passed: list[Any],
         leaves: list[Any],
-        new: Sequence[int],
+        prepared: Prepared,
     ) -> None:
         """Compares a program with the other processes, at once if it is new, else while it runs."""
         assert self._host_values is not None
@@ -230,7 +233,12 @@ class Runner:
             program.identity = require_agreement(call, program.to_agree_on, self._executor, inputs)
             program.to_agree_on = None
             ledger.changes_program(program.identity)  # which was just compared
-        self._host_values.note(call, program, passed, leaves, new, are_compared=is_new)
+        unexpected = prepared.expected
+        self._host_values.note(
+            *(call, program, passed, leaves, prepared.new),
+            unexpected=call.layout.mirrored if unexpected is None else unexpected,
+            are_compared=is_new,
+        )
 
     @property
     def pack_bytes(self) -> int:
