@@ -48,9 +48,13 @@ ENDS = {  # by name in several_ending.py: texts of all processes, statuses
     "exception": (["ValueError: bad row 12"], [1, 1]),
     "batch size": (["ReplicaDivergenceError", "batch['x']"], [1, 1]),
     "evaluate": (["ProgramMismatchError", "train_step", "evaluate_step"], [1, 1]),
+    "save": (
+        ["trainer.save failed: processes [1] have not called trainer.save"],
+        [1, 1],
+    ),
     "assign": (["ReplicaDivergenceError", "model.bias", "process 1"], [1, 1]),
 }
-IN_CI = ("exit", "one more launch", "evaluate")
+IN_CI = ("exit", "one more launch", "evaluate", "save")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Two processes, of which one ends, or does something else, while the other one continues.
 
-It is the last process, except for "chief returns".
+It is the last process, except for "chief returns" and "save".
 
 python several_ending.py HOW
 """
@@ -16,8 +16,10 @@ from flax import nnx
 import mirror
 
 how = sys.argv[1]
+if how == "save":
+    mirror.distributed.initialize(agreement_secs=5)
 strategy = mirror.MultiWorkerMirroredStrategy()
-differs = mirror.distributed.process_index() == (0 if how == "chief returns" else 1)
+differs = mirror.distributed.process_index() == (how not in ("chief returns", "save"))
 with strategy.scope():
     model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
     trainer = mirror.Trainer(model, optax.sgd(0.1), "mean_squared_error", labels="y")
@@ -38,6 +40,8 @@ class Differs(mirror.callbacks.Callback):
             sys.exit(3)
         if how == "exception":
             raise ValueError("bad row 12")
+        if how == "save":
+            trainer.save("never written")
         if how == "evaluate":
             trainer.evaluate(data, batch_size=4)
         if how == "assign":

@@ -6,11 +6,13 @@ fail, and when keys may be deleted. No device is used, so processes that are abo
 programs can find that out.
 """
 
+import contextlib
 import json
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, final
 
 from mirror._src.cluster import store
@@ -185,6 +187,39 @@ def _wait(read: Callable[[float], bool], deadline: float, gone: Callable[[], str
             # It may have been posted before the process stopped.
             return "" if read(time.monotonic()) else reason
     return ""
+
+
+@contextlib.contextmanager
+def chief_writes(name: str, secs: float) -> Iterator[None]:
+    """Context manager around a method that every process calls, in which only process 0 writes.
+
+    It ends when process 0 has written, however long that takes.
+
+    Args:
+        name: Name of the method for messages.
+        secs: Time to wait for the other processes to call it.
+
+    Raises:
+        RuntimeError: If a process does not call it in time.
+    """
+    try:
+        _writes.decide("", lambda _: "", time.monotonic() + secs)
+    except AbsentError as error:
+        raise RuntimeError(
+            f"{name} failed: processes {error.processes} have not called {name} within {secs:g} s. "
+            "Call it on every process, not only on the chief, which writes; if they are only slow, "
+            "wait longer: mirror.distributed.initialize(agreement_secs=...)."
+        ) from None
+    try:
+        yield
+    finally:
+        if store.process_index() == 0:
+            _writes.announce("")
+        else:
+            _writes.await_decision(math.inf)
+
+
+_writes = Topic("writes")
 
 
 def gather(name: str, mine: Mapping[str, Any], deadline: float) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
@@ -18,7 +19,8 @@ from mirror._src.base.terminal import Table
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.types import PyTree
 from mirror._src.base.unknown_names import unknown_attribute
-from mirror._src.cluster.store import barrier
+from mirror._src.cluster import consensus
+from mirror._src.cluster.start import agreement_secs
 from mirror._src.data.arrays import ArrayDataset
 from mirror._src.data.distribute import DistributedDataset
 from mirror._src.data.padded import PaddedBatch
@@ -697,6 +699,7 @@ class Trainer(Generic[M]):
         Raises:
             OSError: If the checkpoint cannot be written. Earlier checkpoints remain intact.
             ValueError: If an `"on_read"` variable has no aggregation.
+            RuntimeError: If another process does not call it in time.
 
         >>> trainer.save("checkpoints")
         >>> trainer.restore("checkpoints")
@@ -710,14 +713,11 @@ class Trainer(Generic[M]):
                 arrays, position = self._checkpoint_state()
                 store.save(position["step"], arrays, position)
 
-    @contextlib.contextmanager
-    def _complete_for_all(self, name: str) -> Iterator[None]:
+    def _complete_for_all(self, name: str) -> AbstractContextManager[None]:
         """Context manager in which the chief writes; after it, every process can read."""
-        try:
-            yield
-        finally:
-            if self._local._spans_processes:
-                barrier(name)
+        if not self._local._spans_processes:
+            return contextlib.nullcontext()
+        return consensus.chief_writes(name, agreement_secs())
 
     @api_boundary
     def restore(self, directory: str | Path, step: int | str = "last") -> None:
