@@ -281,6 +281,45 @@ def test_unreadable_torch_tensors_are_rejected(two, subtests):
                 list(two.distribute_dataset([{"x": make()}]))
 
 
+TAKES_ARRAYS = {
+    "PerReplica": lambda s, x: mirror.PerReplica([x, x]),
+    "from_stacked": lambda s, x: mirror.PerReplica.from_stacked(x),
+    "reduce": lambda s, x: s.reduce("sum", mirror.PerReplica([x, x])),
+    "distribute_values": lambda s, x: s.distribute_values_from_function(lambda _: x),
+    "Variable": lambda s, x: mirror.Variable(x),
+    "distribute_dataset": lambda s, x: next(iter(s.distribute_dataset([x]))),
+}
+
+
+@pytest.mark.parametrize("place", TAKES_ARRAYS)
+def test_masked_values_are_rejected_wherever_values_enter(two, place):
+    """JAX would take them for ordinary ones."""
+    array = np.ma.array(np.ones((2, 3), np.float32), mask=np.eye(2, 3))
+    with raises(TypeError, values=["2 masked values"], fix="array.filled(0)"):
+        TAKES_ARRAYS[place](two, array)
+    TAKES_ARRAYS[place](two, np.ma.array(np.ones((2, 3), np.float32)))
+
+
+@pytest.mark.dev("torch")
+@pytest.mark.parametrize("place", TAKES_ARRAYS)
+def test_tensors_are_read_the_same_wherever_values_enter(two, place):
+    for dtype in ("float32", "bfloat16"):
+        taken = TAKES_ARRAYS[place](two, torch.ones((2, 3), dtype=getattr(torch, dtype)))
+        assert taken.dtype == getattr(jnp, dtype)
+    with raises(TypeError, values=[(2, 3), "requires_grad=True"], fix="tensor.detach()"):
+        TAKES_ARRAYS[place](two, torch.ones((2, 3), requires_grad=True))
+
+
+@pytest.mark.dev("torch")
+@pytest.mark.parametrize(
+    "wrap", [lambda x: x, lambda x: {"x": [x]}, lambda x: torch.nn.Parameter(x)]
+)
+def test_tensors_are_no_arguments_of_a_step(two, wrap):
+    """Their numbers would be constants, which stay when a loader refills the tensor."""
+    with raises(TypeError, names="data", values="torch.", fix="numpy.asarray(x)"):
+        two.run(lambda data: jnp.asarray(jax.tree.leaves(data)[0]).sum(), (wrap(torch.ones(3)),))
+
+
 def unformatted():
     return datasets.Dataset.from_dict({"x": X, "y": Y})
 

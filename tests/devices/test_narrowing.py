@@ -41,6 +41,11 @@ def batch_of(y):
     return {"x": np.ones(ROWS, np.float32), "y": y}
 
 
+def counts(strategy, **options):
+    with strategy.scope():
+        return mirror.Variable(np.zeros(ROWS, np.int32), name="v", **options)
+
+
 def consumed(dataset):
     (batch,) = dataset
     return batch
@@ -100,6 +105,17 @@ PLACES = {
     "reduce": (lambda s, y: s.reduce("sum", mirror.PerReplica([y, y]), axis=0), "value"),
     "gather": (lambda s, y: s.gather(mirror.PerReplica([y, y]), axis=0), "value"),
     "gather unequal lengths": (lambda s, y: s.gather(mirror.PerReplica([y, y[:2]])), "value"),
+    "Variable": (lambda s, y: mirror.Variable(y, name="v"), "'v'"),
+    "Variable, list": (lambda s, y: mirror.Variable(y.tolist(), name="v"), "'v'"),
+    "Variable, function": (lambda s, y: mirror.Variable(lambda: y, name="v"), "'v'"),
+    "assign": (lambda s, y: counts(s).assign(y), "'v'"),
+    "assign a number": (lambda s, y: counts(s).assign(int(y.max())), "'v'"),
+    "assign_add": (lambda s, y: counts(s).assign_add(y), "'v'"),
+    "assign on read": (
+        lambda s, y: counts(s, synchronization="on_read", aggregation="sum").assign(y),
+        "'v'",
+    ),
+    "item assignment": (lambda s, y: counts(s).__setitem__(..., y), "'v'"),
     "DataParallel": (lambda s, y: mirror.DataParallel(Scale(), [0, 1])(y), "Array 0"),
 }
 FIT_NEITHER = {
@@ -142,6 +158,12 @@ def test_floats_are_rounded_as_by_jax(two, dtype):
     value = np.array([0.1, 1e30, 2.0**40, -0.1], dtype)
     (batch,) = two.distribute_dataset([value])
     np.testing.assert_array_equal(np.asarray(batch).reshape(-1), jax.numpy.asarray(value))
+
+
+def test_variables_of_64_bits_take_what_fits():
+    assert mirror.Variable(np.arange(3, dtype=np.int64)).dtype == np.int32
+    assert float(mirror.Variable(LARGE, dtype="float32")[...]) == np.float32(LARGE)
+    assert int(mirror.Variable(2**32 - 1, dtype="uint32")[...]) == 2**32 - 1
 
 
 def test_empty_arrays_fit(two):

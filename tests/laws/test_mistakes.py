@@ -1196,6 +1196,11 @@ def options_of_argparse():
     run(lambda x, options: x * options.lr, batch(), argparse.Namespace(lr=0.1))
 
 
+@mistake(TypeError, names="buffer", values="memory", fix="vars(options)")
+def a_writable_buffer():
+    run(lambda x, buffer: x, batch(), memoryview(bytearray(3)))
+
+
 def test_options_are_passed_as_the_message_says():
     options = argparse.Namespace(lr=0.5)
     result = run(lambda x, options: x * options["lr"], batch(), vars(options))
