@@ -22,6 +22,10 @@ AXIS = mirror.REPLICA_AXIS
 entropy = optax.softmax_cross_entropy_with_integer_labels
 
 
+def one(rows):
+    return jax.ShapeDtypeStruct((1, *rows.shape[1:]), rows.dtype)
+
+
 class Transformer(nnx.Module):
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -45,6 +49,15 @@ class Convolutional(nnx.Module):
     def __call__(self, x):
         x = nnx.max_pool(nnx.relu(self.norm(self.conv(x))), (2, 2), (2, 2))
         return self.out(nnx.avg_pool(x, (1, 1)).reshape(x.shape[0], -1))
+
+
+def margin(_, x, y):
+    return jnp.maximum(0, x - jnp.take_along_axis(x, y[:, None], 1) + 1).sum(-1)
+
+
+def last_states(_, x, y):
+    layer = nnx.RNN(nnx.GRUCell(8, 4, rngs=nnx.Rngs(0)), return_carry=True, rngs=nnx.Rngs(0))
+    return layer(x, seq_lengths=y)[0].sum(-1)
 
 
 def recurrent(_, x):
@@ -117,6 +130,10 @@ ONE_BY_ONE = {
     "dense": (lambda _, x, w: jax.nn.softmax(x @ w).max(-1), X, WEIGHTS),
     "entropy": (lambda _, x, w, y: entropy(x @ w, y), X, WEIGHTS, LABELS),
     "picked": (lambda _, x, y: jax.nn.log_softmax(x)[jnp.arange(ROWS), y], X, LABELS),
+    "margin": (margin, X, LABELS),
+    "states at lengths": (last_states, LONG, LABELS),
+    "margin of one row": (margin, *map(one, (X, LABELS))),  # JAX gathers differently
+    "states at the length of one row": (last_states, *map(one, (LONG, LABELS))),
     "one-hot": (lambda _, x, y: (jax.nn.one_hot(y, 8) * x).sum(-1), X, LABELS),
     "transformer": (lambda _, t: entropy(Transformer()(t), t).mean(-1), TOKENS),
     "convolutional": (lambda _, x, y: entropy(Convolutional()(x), y), IMAGES, LABELS),
@@ -333,15 +350,22 @@ ACROSS = {
         X,
     ),
     "share of rows": (lambda m, x: x.sum(-1) * m.mean(), X),
+    "share of one row": (lambda m, x: x.sum(-1) * m.mean(), one(X)),
+    "sum at the index of one row": (
+        lambda _, x, y: x.sum(-1) * jnp.tanh(x[jnp.arange(1), y].sum(0)),
+        *map(one, (X, LABELS)),
+    ),
+    "rows at computed rows": (lambda _, x, y: x[y].sum(-1), *map(one, (X, LABELS))),
 }
 
 
 def found(fn, *arguments):
     """Returns whether rows are mixed, and whether padding enters."""
-    mask = jax.ShapeDtypeStruct((ROWS,), bool)
+    size = arguments[0].shape[0]
+    mask = jax.ShapeDtypeStruct((size,), bool)
     program = trace(lambda *leaves: [fn(*leaves)], [mask, *arguments], REPLICAS)
-    inputs = [row(ROWS) if x.shape[0] == ROWS else NO_ROWS for x in arguments]
-    rows = find_rows(program, [row(ROWS, is_mask=True), *inputs], REPLICAS)
+    inputs = [row(size) if x.shape[0] == size else NO_ROWS for x in arguments]
+    rows = find_rows(program, [row(size, is_mask=True), *inputs], REPLICAS)
     places = [place for each in rows for place in each.mixed | each.padded]
     assert all(__file__.rpartition("/")[2] in place.line for place in places), places
     return any(each.mixed for each in rows), any(each.padded for each in rows)

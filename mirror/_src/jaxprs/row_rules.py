@@ -359,9 +359,14 @@ def _gather(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     place = dict(zip(kept, dims.offset_dims, strict=True))
     for a, b in zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True):
         place[a] = batch[b]
+    # JAX gathers the only row of a replica along an axis of its own.
+    if any(row.size == 1 and row.axis in place for row in array.axes):
+        indices = indices.moved(lambda row: (row,) if row.size > 1 else ())
     moved = indices.moved(lambda row: (row.at(batch[row.axis] if row.axis >= 0 else row.axis),))
     moved = moved._replace(is_mask=False, is_index=False)
-    picked = {d for d in dims.start_index_map if sizes[d] != shape[d]}
+    picked = {
+        d for d in dims.start_index_map if sizes[d] != shape[d] or d in dims.collapsed_slice_dims
+    }
     if indices.is_index:  # entry i of the result is from row i
         rows = {
             x for x in array.axes if x.axis in picked and not x.origin and x.size == shape[x.axis]
