@@ -119,6 +119,23 @@ def test_calls_compile_once():
     assert shapes == [(4, 4), (6, 4)]
 
 
+@rows(
+    "transform",
+    {
+        "gradient of the inputs": lambda f, x: jax.grad(lambda x: (f(x) ** 2).sum())(x),
+        "jit": lambda f, x: jax.jit(lambda x: f(x))(x),
+        "rows": lambda f, x: jax.vmap(lambda row: f(row[None])[0])(x),
+        "loop": lambda f, x: jax.lax.scan(lambda _, x: (None, f(x)), None, x[None])[1],
+    },
+)
+def test_transformed_function_may_capture_the_wrapper(transform):
+    plain = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    wrapped = mirror.DataParallel(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), [0, 1])
+    for size in (4, 3):
+        x = jnp.asarray(batch(size)[0])
+        assert_equal(transform(wrapped, x), transform(plain, x))
+
+
 def test_state_and_batches_may_be_on_any_device():
     last = jax.devices("cpu")[7]
     with jax.default_device(last):

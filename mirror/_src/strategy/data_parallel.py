@@ -92,7 +92,9 @@ class DataParallel(nnx.Module):
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object)
         dynamic = [leaf if _is_dynamic(leaf) else None for leaf in leaves]
         static = tuple(None if _is_dynamic(leaf) else leaf for leaf in leaves)
-        if not _are_traced((nnx.state(self.module), dynamic)):
+        if not _are_traced(nnx.state(self.module)):
+            if _are_traced(dynamic):  # a part of the caller's program, which captures the module
+                return _run(self.module, dynamic, static, treedef, self._replicas)
             _mirror_variables(self.module, self._replicas)
             for i, leaf in enumerate(dynamic):
                 require_fits(f"Array {i} of the arguments", leaf)
