@@ -1,5 +1,6 @@
 """Sums of integers are exact, or an error that names the value."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -7,7 +8,7 @@ import mirror
 from tests.support.messages import raises
 from tests.support.strategies import EXECUTORS, cpu_strategy
 
-SMALL = ("int8", "uint8", "int16", "uint16", "bool")
+SMALL = ("int8", "uint8", "int16", "uint16", "int4", "uint4", "bool")
 
 
 @pytest.mark.parametrize("make", EXECUTORS.values(), ids=EXECUTORS)
@@ -15,7 +16,7 @@ def test_sums_of_small_integers_do_not_wrap(make):
     strategy = make()
     values = {
         dtype: mirror.PerReplica(
-            [np.full(3, 1 if dtype == "bool" else np.iinfo(dtype).max, dtype)] * 2
+            [np.full(3, 1 if dtype == "bool" else jnp.iinfo(dtype).max, dtype)] * 2
         )
         for dtype in SMALL
     }
@@ -23,7 +24,7 @@ def test_sums_of_small_integers_do_not_wrap(make):
     def step(values):
         return mirror.all_reduce("sum", values)
 
-    most = {dtype: 1 if dtype == "bool" else int(np.iinfo(dtype).max) for dtype in SMALL}
+    most = {dtype: 1 if dtype == "bool" else int(jnp.iinfo(dtype).max) for dtype in SMALL}
     in_step, reduced = strategy.run(step, (values,)), strategy.reduce("sum", values)
     over_rows = strategy.reduce("sum", values, axis=0)
     for dtype, largest in most.items():

@@ -162,6 +162,13 @@ def test_masked_nan_does_not_count(op, two):
     assert float(got) == (4.0 if op == "sum" else 2.0)
 
 
+@rows("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_extremes_of_floats_without_infinities(dtype, two):
+    value = PerReplica([jnp.array([1, -2], dtype), jnp.array([3, -4], dtype)])
+    assert float(two.reduce("max", value, axis=0)) == 3
+    assert float(two.reduce("min", value, axis=0)) == -4
+
+
 def test_partial_sums_of_half_precision_are_not_rounded(two):
     """257 rounds to 256 in bfloat16."""
     value = PerReplica([np.array([256, 1], jnp.bfloat16), np.array([0, 1], jnp.bfloat16)])

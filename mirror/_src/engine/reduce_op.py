@@ -114,7 +114,8 @@ def result_dtype(op: ReduceOp, dtype: Any) -> Any:
     if op is ReduceOp.MEAN and exact:
         return jnp.dtype(jnp.float32)
     if op is ReduceOp.SUM and exact:  # as `jnp.sum`: 8 bits hold no sum of two replicas
-        return jnp.promote_types(dtype, jnp.uint32 if is_unsigned(dtype) else jnp.int32)
+        wide = jnp.uint32 if is_unsigned(dtype) else jnp.int32
+        return jnp.dtype(wide) if dtype == jnp.bool_ or jnp.iinfo(dtype).bits < 32 else dtype
     return dtype
 
 

@@ -357,7 +357,9 @@ def _extreme(op: ReduceOp, leaf: Array, keep: Array, axis: Axes) -> Array:
         info = jnp.iinfo(leaf.dtype)
         neutral = info.max if least else info.min
     else:
-        neutral = jnp.inf if least else -jnp.inf
+        neutral = np.asarray(np.inf if least else -np.inf, leaf.dtype)
+        if np.isnan(neutral):  # a float of 8 bits without infinities
+            neutral = jnp.finfo(leaf.dtype).max if least else jnp.finfo(leaf.dtype).min
     kept = jnp.where(keep, leaf, jnp.asarray(neutral, leaf.dtype))
     if axis is None:
         return kept
