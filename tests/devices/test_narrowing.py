@@ -116,6 +116,17 @@ PLACES = {
         "'v'",
     ),
     "item assignment": (lambda s, y: counts(s).__setitem__(..., y), "'v'"),
+    "a number per replica": (
+        lambda s, y: s.distribute_values_from_function(lambda _: int(y.max())),
+        "fn(replica 0)",
+    ),
+    "init": (lambda s, y: s.init(identity, y), "identity"),
+    "add_n": (lambda s, y: mirror.add_n([y, y]), "add_n"),
+    "broadcast": (lambda s, y: mirror.AllReduce().broadcast(y, s.devices), "value"),
+    "reduce of the collectives": (
+        lambda s, y: mirror.AllReduce().reduce("max", mirror.PerReplica([y, y])),
+        "value",
+    ),
     "DataParallel": (lambda s, y: mirror.DataParallel(Scale(), [0, 1])(y), "Array 0"),
 }
 FIT_NEITHER = {

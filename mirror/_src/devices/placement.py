@@ -23,7 +23,7 @@ from mirror._src.devices.names import DeviceSpec, LogicalDevice
 from mirror._src.devices.op_log import eager_trace, unlogged
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.resolve import DeviceLike, canonicalize_device
-from mirror._src.devices.transfer import move
+from mirror._src.devices.transfer import move, require_fits
 
 _logger = logging.getLogger("mirror")
 
@@ -126,6 +126,7 @@ def add_n(values: Iterable[ArrayLike]) -> Array:
 
 
 def _as_array(value: ArrayLike) -> Array:
+    require_fits("An array of add_n", value)
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:

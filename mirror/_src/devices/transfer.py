@@ -70,13 +70,14 @@ def require_fits(name: str | Callable[[], str], leaf: Any) -> None:
     Raises:
         ValueError: If an integer would change.
     """
-    dtype = getattr(leaf, "dtype", None)
+    array = np.asarray(leaf) if type(leaf) is int else leaf
+    dtype = getattr(array, "dtype", None)
     if dtype is None or dtype not in (np.int64, np.uint64):
         return
     narrow = jax.dtypes.canonicalize_dtype(dtype)
-    if narrow == dtype or isinstance(leaf, jax.core.Tracer) or not leaf.size:
+    if narrow == dtype or isinstance(array, jax.core.Tracer) or not array.size:
         return
-    values, limits = np.asarray(leaf), np.iinfo(narrow)
+    values, limits = np.asarray(array), np.iinfo(narrow)
     for value in (values.max(), values.min()):
         if not limits.min <= value <= limits.max:
             name = name if isinstance(name, str) else name()

@@ -22,7 +22,14 @@ from mirror._src.devices.resolve import (
     canonicalize_device,
     canonicalize_replica_devices,
 )
-from mirror._src.devices.transfer import NoMesh, UnstackedArrays, any_deleted, is_tracing, move
+from mirror._src.devices.transfer import (
+    NoMesh,
+    UnstackedArrays,
+    any_deleted,
+    is_tracing,
+    move,
+    require_fits,
+)
 from mirror._src.engine.in_step import bind_all_reduce
 from mirror._src.engine.per_replica import (
     PerReplica,
@@ -382,8 +389,10 @@ class CrossDeviceOps:
             )
 
         def reduce_leaf(leaf: Any) -> Array:
-            value = leaf if is_per_replica(leaf) else PerReplica([leaf])
-            result = self._reduced(op, require_reducible(value))
+            value = require_reducible(leaf if is_per_replica(leaf) else PerReplica([leaf]))
+            for row in value.values:
+                require_fits("`value`", row)
+            result = self._reduced(op, value)
             return result if devices is None else devices.broadcast(result)
 
         return [jax.tree.map(reduce_leaf, value, is_leaf=is_per_replica) for value in values]
@@ -416,6 +425,8 @@ class CrossDeviceOps:
                 f"The arguments of {method} are swapped: the value must come first, got devices "
                 f"and then {describe(devices)}. Write {method}(value, devices)."
             )
+        if not isinstance(value, int):
+            require_fits("`value`", value)
         array = require_array(value)
         targets = replica_devices(devices)
         if targets.are_mixed:

@@ -17,7 +17,7 @@ from mirror._src.base.types import ARRAY_LIKE, Array, PyTree
 from mirror._src.devices.launch import is_needed, launch, wait_for
 from mirror._src.devices.launches import Described
 from mirror._src.devices.replicas import Kind, ReplicaDevices
-from mirror._src.devices.transfer import ENABLE_64_BITS, any_deleted
+from mirror._src.devices.transfer import ENABLE_64_BITS, any_deleted, require_fits
 from mirror._src.engine.in_step import bind_all_reduce
 from mirror._src.engine.nnx.structure import OBJECTS
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
@@ -76,6 +76,8 @@ def create(
         token = jnp.zeros((), jnp.int32)  # an output that is never donated
         return [*results, *advanced[: len(arrays)], token]
 
+    for array in arrays:
+        require_fits(f"An argument of {name_of(fn)}", array)
     placed = list(map(replicas.store, arrays))
     types = jax.eval_shape(build, *placed)
     kinds = [Kind(axis=replicas.stored_axis(t)) for t in types]
