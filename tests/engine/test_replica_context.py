@@ -403,6 +403,16 @@ def test_values_from_a_function_are_placed_per_replica(pair):
     np.testing.assert_array_equal(pair.run(lambda t: t["x"] + t["same"], (tree,)), [[7, 7], [8, 8]])
 
 
+@rows("pair", Made(EXECUTORS))
+def test_keys_from_a_function_differ(pair):
+    keys = pair.distribute_values_from_function(
+        lambda c: jax.random.key(c.replica_id_in_sync_group)
+    )
+    samples = pair.run(lambda key: jax.random.uniform(key, (3,)), (keys,))
+    for i, sample in enumerate(pair.local_results(samples)):
+        np.testing.assert_array_equal(sample, jax.random.uniform(jax.random.key(i), (3,)))
+
+
 def test_values_from_a_function_may_have_unequal_lengths(two):
     ragged = two.distribute_values_from_function(lambda c: np.ones(c.replica_id_in_sync_group + 1))
     assert ragged.shapes == ((1,), (2,))

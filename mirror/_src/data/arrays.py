@@ -5,6 +5,8 @@ import operator
 from collections.abc import Iterator
 from typing import Any, Generic, TypedDict, TypeVar, Unpack, final, overload
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mirror._src.base.errors import describe, expected, require_int
@@ -229,6 +231,12 @@ def in_memory(name: str, arrays: PyTree) -> HostBatch:
             f"{rows.names[0]} is {describe(rows.leaves[0])}, which has no rows. Pass at least one."
         )
     require_integers_fit(rows)
+    for leaf_name, leaf in zip(rows.names, rows.leaves, strict=True):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise TypeError(
+                f"{leaf_name} is {describe(leaf)}: PRNG keys cannot be split into batches on the "
+                "host. Pass integer seeds, and create the keys in the step."
+            )
     return rows._replace(leaves=tuple(map(np.asarray, rows.leaves)))
 
 

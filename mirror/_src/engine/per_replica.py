@@ -294,6 +294,8 @@ def on_replicas(value: PerReplica, replicas: ReplicaDevices) -> PerReplica:
     """Moves each value to its replica's device."""
     if len(set(value.shapes)) > 1:
         return _wrap(UnstackedArrays(list(map(move, value.values, replicas.devices))))
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return _wrap(replicas.stack(value.stacked))
     return _wrap(replicas.stack(np.stack([np.asarray(row) for row in value.values])))
 
 
