@@ -1,5 +1,6 @@
 """`mirror.testing`: the asserts find and name errors."""
 
+import functools
 import threading
 
 import jax
@@ -159,7 +160,11 @@ def test_state_is_carried_between_steps(executor):
     assert abs(seen[1] - seen[0]).max() > 1e-3
 
 
-@pytest.mark.parametrize("step", [plain_step, lambda *a: plain_step(*a)[0]], ids=["first", "alone"])
+@pytest.mark.parametrize(
+    "step",
+    [plain_step, lambda *a: plain_step(*a)[0], functools.partial(plain_step)],
+    ids=["first", "alone", "partial"],
+)
 def test_state_is_found_in_the_result_of_a_step(step, two):
     report = train(step, strategy=two, args=(PARAMS, per_replica(two)), steps=1)
     assert names(report)[0] == "result['state']['w']"

@@ -102,11 +102,20 @@ def keys(path: Sequence[Any]) -> str:
     return text.removesuffix(".stacked")
 
 
+def layers_of(fn: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """Returns a function, and what its partials and decorators, such as `jax.jit`, wrap."""
+    layers = [fn]
+    while len(layers) < 100:  # some objects wrap themselves
+        inner = fn.func if isinstance(fn, functools.partial) else getattr(fn, "__wrapped__", fn)
+        if inner is fn:
+            break
+        layers.append(fn := inner)
+    return layers
+
+
 def code_of(fn: Callable[..., Any]) -> CodeType | None:
-    """Returns the code object of the function, also for a `functools.partial`."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return getattr(fn, "__code__", None)
+    """Returns the code object of a function, also of a partial and of a decorated one."""
+    return getattr(layers_of(fn)[-1], "__code__", None)
 
 
 def depth_of_user(caller: str = "mirror") -> int:

@@ -13,7 +13,6 @@ where an extra object does no harm. Delete the guess once the jaxpr says where a
 
 import contextlib
 import functools
-import inspect
 import itertools
 import sys
 from collections import defaultdict
@@ -29,7 +28,7 @@ from jax.extend.core import ClosedJaxpr, set_current_trace, take_current_trace
 
 from mirror._src.base.errors import describe
 from mirror._src.base.keras_library import STATELESS_CALL, has_variables, library, variables_of
-from mirror._src.base.naming import code_of, is_our_module, name_of, parameter_names
+from mirror._src.base.naming import code_of, is_our_module, layers_of, name_of, parameter_names
 from mirror._src.base.tracebacks import is_users
 from mirror._src.engine.nnx.structure import is_object
 from mirror._src.engine.storage import dtype_of, read_value, shape_of
@@ -73,13 +72,13 @@ def referenced(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
 def _bound(fn: Callable[..., Any]) -> tuple[list[tuple[str, Any]], Callable[..., Any]]:
     """Returns what is bound to a function, and the function without partials and decorators."""
     named: list[tuple[str, Any]] = []
-    while isinstance(fn, functools.partial):
-        named += [(f"args[{i}]", value) for i, value in enumerate(fn.args)]
-        named += fn.keywords.items()
-        fn = fn.func
-    owner = getattr(fn, "__self__", None)
-    with contextlib.suppress(ValueError):  # wraps itself
-        fn = inspect.unwrap(fn)
+    owner = None
+    for layer in layers_of(fn):
+        if isinstance(layer, functools.partial):
+            named += [(f"args[{i}]", value) for i, value in enumerate(layer.args)]
+            named += layer.keywords.items()
+        owner = getattr(layer, "__self__", owner)
+        fn = layer
     code = code_of(fn)
     if owner is None and code is None:
         owner = fn  # an object with `__call__`
@@ -136,7 +135,7 @@ def _contained(path: str, value: Any) -> list[tuple[str, Any]]:
         return [(path, item) for item in _ends(list(value))]
     if isinstance(value, jax.core.Tracer | nnx.Pytree | nnx.Variable):
         return []
-    code = code_of(inspect.unwrap(value)) if callable(value) else None
+    code = code_of(value) if callable(value) else None
     if code is not None:
         return referenced(value) if is_users(code.co_filename) else []
     # The attributes of an object, and its methods, which may read globals.
