@@ -4,7 +4,9 @@ import warnings
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import mirror
 from tests.support.messages import assert_message
@@ -90,7 +92,21 @@ def after_some_calls(strategy, batch, times):
     return w
 
 
+def of_loss(strategy, batch, times):
+    scale = jnp.float32(1.0)
+
+    def step(model, batch):
+        return scale * model(batch)[:, 0]
+
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    trainer = mirror.Trainer(model, optax.sgd(0.1), step, strategy=strategy)
+    for _ in range(times):
+        trainer.fit([DATA], progress=False)
+        scale = scale / 2
+
+
 CASES = {
+    "loss": (of_loss, "'scale'", "mirror.Variable"),
     "closure": (of_closure, "'w'", "def step(w, batch), and strategy.run(step, (w, batch))"),
     "global": (of_global, "'W'", "def step(W, batch), and strategy.run(step, (W, batch))"),
     "attribute": (of_object, "'self.w'", "def step(w, batch), and strategy.run(step, (w, batch))"),

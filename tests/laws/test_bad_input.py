@@ -54,6 +54,15 @@ class Holder:
     def step(self, x):
         return x + self.model.total[...].sum()
 
+    def loss(self, model, batch):
+        return self.step(model(batch))[:, 0]
+
+
+def fit_to(strategy, loss_fn):
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    trainer = mirror.Trainer(model, optax.sgd(0.1), loss_fn, strategy=strategy)
+    trainer.fit([np.ones((4, 2), np.float32)], progress=False)
+
 
 class NamedLike(nnx.Module):
     """Has an attribute with the name of a global nnx object."""
@@ -107,6 +116,11 @@ CALLS = {
     "partial in a list": (lambda s: s.run(functools.partial(lambda ms, x: read(ms[0]), [Counter()]), (1.0,)), ValueError, {"names": "<lambda>", "values": "args[0][0]", "fix": "strategy.run(<lambda>"}),
     "a model's method": (lambda s: s.run(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), (np.ones((2, 2)),)), ValueError, {"names": "Linear", "fix": "strategy.run(Linear"}),
     "a bound method of a model": (lambda s: s.run(nnx.Linear(2, 2, rngs=nnx.Rngs(0)).__call__, (np.ones((2, 2)),)), ValueError, {"names": "__call__", "fix": "strategy.run(__call__"}),
+    "a jitted method of an object with a model": (lambda s: s.run(jax.jit(Holder().step), (1.0,)), ValueError, {"names": "step", "values": "self.model", "fix": "strategy.run(step"}),
+    "a loss that captures a model": (lambda s: fit_to(s, lambda m, b: reads_a_global(m(b))[:, 0]), ValueError, {"names": ["<lambda>", "OTHER"], "fix": "mirror.Trainer(wrt="}),
+    "a loss that is a method of an object with a model": (lambda s: fit_to(s, Holder().loss), ValueError, {"names": ["loss", "self.model"], "fix": "mirror.Trainer(wrt="}),
+    "keys as in-memory arrays": (lambda s: mirror.data.from_arrays({"k": jax.random.split(jax.random.key(0), 4)}, 2), TypeError, {"names": "arrays['k']", "values": "key<fry>[4]", "fix": "integer seeds"}),
+    "a jitted partial": (lambda s: s.run(jax.jit(functools.partial(read, Counter()))), ValueError, {"names": ["read", "args[0]"], "fix": "strategy.run(read"}),
     "a method of an object with a model": (lambda s: s.run(Holder().step, (1.0,)), ValueError, {"names": "step", "values": "self.model", "fix": "strategy.run(step"}),
     "an all_gather of scalars": (lambda s: s.run(lambda x: mirror.all_gather(x), (1.0,)), ValueError, {"names": ["all_gather", "axis"], "values": [0, "()"], "fix": "x[None]"}),
     "an unknown op": (lambda s: s.run(lambda x: mirror.all_reduce("avg", x), (1.0,)), ValueError, {"names": "op", "values": "'avg'", "fix": OPS}),
@@ -696,6 +710,15 @@ def test_run_does_not_warn_of_new_shapes_or_functions(two):
         two.run(step, (np.ones(i + 1),))
     for fn in (lambda x: x, lambda x: x + 1, lambda x: x + 2, lambda x: x + 3):
         two.run(fn, (1.0,))
+    for number in range(4):  # other functions behind one decorator
+        fn = (lambda x: x, lambda x: -x, lambda x: 2 * x, lambda x: x + 5)[number]
+        two.run(functools.wraps(fn)(lambda *args, fn=fn: fn(*args)), (1.0,))
+
+
+def test_run_accepts_a_compiled_or_decorated_partial(two):
+    partial = functools.partial(lambda by, x: by * x, 3.0)
+    for fn in (jax.jit(partial), nnx.jit(partial), functools.wraps(partial)(lambda x: partial(x))):
+        assert float(two.run(fn, (2.0,))) == 6.0
 
 
 def test_run_does_not_recompile_for_new_numbers(two):

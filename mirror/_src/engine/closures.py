@@ -29,7 +29,7 @@ from jax.extend.core import ClosedJaxpr, set_current_trace, take_current_trace
 from mirror._src.base.errors import describe
 from mirror._src.base.keras_library import STATELESS_CALL, has_variables, library, variables_of
 from mirror._src.base.naming import code_of, is_our_module, layers_of, name_of, parameter_names
-from mirror._src.base.tracebacks import is_users
+from mirror._src.base.tracebacks import is_users, users_function
 from mirror._src.engine.nnx.structure import is_object
 from mirror._src.engine.storage import dtype_of, read_value, shape_of
 from mirror._src.engine.variable import Variable
@@ -198,6 +198,7 @@ class Captures:
 
 def captured_arrays(fn: Callable[..., Any], program: ClosedJaxpr) -> dict[str, Any]:
     """Returns the float arrays from outside its arguments that a step has read, by path."""
+    fn = users_function(fn)
     constants = {_identity(const) for const in [*arrays_in(program), *program.consts]}
     constants.discard(None)
     if not constants or is_our_module(getattr(fn, "__module__", None)):
@@ -216,7 +217,7 @@ def is_time_to_look(runs: int) -> bool:
 def stale_array(fn: Callable[..., Any], captured: Mapping[str, Any]) -> str | None:
     """Returns the message for a captured array whose name refers to another array now, or None."""
     now: dict[str, list[Any]] = defaultdict(list)
-    for path, value in reachable(fn):
+    for path, value in reachable(users_function(fn)):
         if path in captured:
             now[path].append(value)
     for path, values in now.items():
@@ -251,13 +252,18 @@ def _is_float(value: Any) -> bool:
 
 
 def _message(fn: Callable[..., Any], path: str, array: Any) -> str:
-    name, own = name_of(fn), path.rpartition(".")[2].partition("[")[0]
+    name, own = name_of(users_function(fn)), path.rpartition(".")[2].partition("[")[0]
     arguments = ", ".join([own, *parameter_names(fn)])
+    fix = (
+        f"Pass it as an argument: def {name}({arguments}), and strategy.run({name}, ({arguments}"
+        f"{',' if arguments == own else ''}))."
+    )
+    if users_function(fn) is not fn:
+        fix = "Make it a mirror.Variable, and assign to it."
     return (
         f"{name} still uses the first {path!r}, {describe(array)}, and ignores its new value: an "
         "array that a step reads from outside its arguments is a constant of the compiled step. "
-        f"Pass it as an argument: def {name}({arguments}), and strategy.run({name}, ({arguments}"
-        f"{',' if arguments == own else ''}))."
+        f"{fix}"
     )
 
 
@@ -290,7 +296,8 @@ def require_nothing_captured(fn: Callable[..., Any], constants: Sequence[Any]) -
         if isinstance(constant, jax.core.Tracer):
             raise ValueError(stale_message(fn, constant))
     ids = {id(constant) for constant in constants if isinstance(constant, jax.Array)}
-    for path, value in reachable(fn) if ids else ():
+    functions = {id(each): each for each in (users_function(fn), fn)}.values()
+    for path, value in itertools.chain(*map(reachable, functions)) if ids else ():
         if library() is not None and has_variables(value):
             if any(id(variable.value) in ids for variable in variables_of(value)):
                 raise ValueError(
@@ -404,7 +411,12 @@ def _leaves(value: object) -> list[Any]:
 
 
 def _capture_message(fn: Callable[..., Any], what: str) -> str:
-    name = name_of(fn)
+    name = name_of(users_function(fn))
+    if users_function(fn) is not fn:
+        return (
+            f"{name} captures {what}, so its current values would become constants of the compiled "
+            "step. Make it a part of the model, and select what to train: mirror.Trainer(wrt=...)."
+        )
     head = what.rpartition(" ")[2].strip("'") if what.endswith("'") else "model"
     own = head.rpartition(".")[2]
     own = own if own.isidentifier() else "model"
