@@ -77,16 +77,16 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(1038, 14, 12),
-    "devices": Size(2126, 16, 26),
+    "base": Size(1044, 14, 12),
+    "devices": Size(2128, 16, 26),
     "cluster": Size(1131, 7, 20),
-    "jaxprs": Size(3159, 16, 30),
+    "jaxprs": Size(3163, 16, 30),
     "passes": Size(2674, 16, 34),
-    "engine": Size(5434, 31, 72),
+    "engine": Size(5453, 31, 72),
     "inspection": Size(2108, 9, 23),
-    "data": Size(1360, 10, 25),
+    "data": Size(1366, 10, 25),
     "keras": Size(525, 5, 5),
-    "strategy": Size(1016, 6, 8),
+    "strategy": Size(1022, 6, 8),
     "training": Size(5559, 32, 64),
     "ps": Size(3569, 20, 67),
     "tools": Size(3080, 24, 32),
