@@ -36,6 +36,7 @@ from mirror._src.jaxprs.equations import (
     inner_programs,
     is_ref,
     jaxpr_of,
+    solve_of,
     user_line,
     with_inner,
 )
@@ -169,6 +170,9 @@ class _Builder:
             return [self.replica_id]
         if not any(map(contains_collective, map(jaxpr_of, inner_programs(eqn.params.values())))):
             return self.computation(eqn, inputs)
+        if name == "custom_linear_solve":
+            program, operands = solve_of(eqn, inputs)
+            return self.add_program(rewritten([program], self.settings), operands)
         rule = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
         if rule is None:
             raise NotImplementedError(_message(eqn, f"`{name}` contains a collective"))
