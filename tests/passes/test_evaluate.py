@@ -194,6 +194,11 @@ def tables(table, x):
         "traced index": jnp.asarray(table)[i] + x,
         "scan": lax.scan(lambda c, t: (c + t, None), x, table)[0],
         "alone": table * 2,
+        # Beside a collective, these are operations of their own in a stage.
+        "sum": lax.psum(x, AXIS),
+        "jit": jax.jit(lambda t: 2 * t)(table),
+        "carry": lax.scan(lambda c, _: (jnp.roll(2 * c, 1), None), table, None, 2)[0],
+        "vmap": jax.vmap(lambda x: lax.scan(lambda c, t: (c + x * t, c), x, table)[1])(x),
     }
 
 

@@ -74,8 +74,8 @@ class Lowering(Evaluation):
     """Evaluation inside the mapping of an executor that replaces some operations.
 
     Control flow and calls are inlined only if they contain a replaced operation. If constant arrays
-    are replaced too, everything is inlined: types in an inner program name the mesh of its constant
-    arrays, so the program cannot be bound on another mesh.
+    are replaced too, or are operands, everything is inlined: types in an inner program name the
+    mesh of its constant arrays, so the program cannot be bound on another mesh.
 
     Args:
         arrays: Replacements for the constant arrays of the program, by the `id` of the array.
@@ -140,7 +140,7 @@ class Lowering(Evaluation):
         return None if find is None else find(eqn)
 
     def _opens(self, eqn: JaxprEqn) -> bool:
-        if self._arrays:
+        if self._arrays or _names_mesh(eqn):
             return True
         return any(map(self._replaces, map(jaxpr_of, inner_programs(eqn.params.values()))))
 
@@ -238,6 +238,12 @@ def round_of(
 def _expanded(value: Array, shape: tuple[int, ...]) -> Array:
     """Returns the value, broadcast along more axes at the end."""
     return jax.lax.broadcast_in_dim(value, shape, range(value.ndim))
+
+
+def _names_mesh(eqn: JaxprEqn) -> bool:
+    """Whether a type names a mesh: the value is computed from a constant array on that mesh."""
+    shardings = [getattr(atom.aval, "sharding", None) for atom in (*eqn.invars, *eqn.outvars)]
+    return any(sharding is not None and not sharding.mesh.empty for sharding in shardings)
 
 
 def _cond(run: Lowering, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
