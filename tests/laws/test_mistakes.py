@@ -1344,3 +1344,29 @@ def test_noise_is_advised_by_its_use(subtests):
             fix = 'after mirror.all_reduce("sum"' if is_summed else "fold_in(key)"
             assert_message(text, names=step.__name__, values=line, fix=fix)
             assert ("fold_in" in text) != is_summed
+
+
+def mixed(key, x):
+    share = jax.random.uniform(key)
+    return all_reduce("mean", ((share * x + (1 - share) * x**2) ** 2).mean())
+
+
+def stochastic_depth(key, x):
+    return all_reduce("mean", jnp.where(jax.random.bernoulli(key), jnp.tanh(x), x).mean())
+
+
+def cut(key, x):
+    return all_reduce("mean", (x * jax.random.bernoulli(key, 0.5, (3,))).mean())
+
+
+def dropped_rows(key, x):
+    return all_reduce("mean", (x * jax.random.bernoulli(key, 0.5, (len(x), 1))).mean())
+
+
+def test_random_numbers_that_all_rows_share_are_not_advised(subtests):
+    """One device has the same; numbers per row repeat on each replica."""
+    for step in (mixed, stochastic_depth, cut):
+        with subtests.test(msg=step.__name__):
+            run(step, jax.random.key(0), batch())
+    with pytest.warns(UserWarning, match="random numbers"):
+        run(dropped_rows, jax.random.key(0), batch())

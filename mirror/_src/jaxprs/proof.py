@@ -285,9 +285,14 @@ class Proof(Interpreter[Mark]):
         if not samples:
             return joined
         if not joined.per_replica:
-            return joined._replace(samples=samples)
+            return joined._replace(samples=frozenset() if _repeats_rows(eqn) else samples)
         aval: Any = eqn.outvars[0].aval
-        if name in ELEMENTWISE and aval.shape:
+        # Otherwise, all rows share the numbers, also on one device.
+        per_row = any(
+            mark.samples and atom.aval.shape[:1] == aval.shape[:1]
+            for mark, atom in zip(marks, eqn.invars, strict=True)
+        )
+        if name in ELEMENTWISE and aval.shape and per_row:
             self.shared_noise.update(dict.fromkeys(sorted(samples)))
         return joined
 
@@ -350,6 +355,18 @@ def is_racing(eqn: JaxprEqn) -> bool:
         return True
     indices: Any = eqn.invars[1].aval
     return math.prod(indices.shape[:-1]) > 1 and not eqn.params["unique_indices"]
+
+
+def _repeats_rows(eqn: JaxprEqn) -> bool:
+    """Whether an operation repeats an array along the first axis, so that all rows are the same.
+
+    Numbers of one key that all rows share, as in mixup, are those of one device.
+    """
+    if eqn.primitive.name != "broadcast_in_dim":
+        return False
+    axes, shape = eqn.params["broadcast_dimensions"], eqn.params["shape"]
+    size = eqn.invars[0].aval.shape[0] if axes[:1] == (0,) else 1
+    return bool(shape) and shape[0] != size
 
 
 def _is_mirrored(eqn: JaxprEqn, operands: Mark, num_replicas: int) -> bool:
