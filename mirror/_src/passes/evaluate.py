@@ -74,8 +74,8 @@ class Lowering(Evaluation):
     """Evaluation inside the mapping of an executor that replaces some operations.
 
     Control flow and calls are inlined only if they contain a replaced operation. If constant arrays
-    are replaced too, or are operands, everything is inlined: types in an inner program name the
-    mesh of its constant arrays, so the program cannot be bound on another mesh.
+    are replaced too, everything is inlined: types in an inner program name the mesh of its constant
+    arrays, so the program cannot be bound on another mesh.
 
     Args:
         arrays: Replacements for the constant arrays of the program, by the `id` of the array.
@@ -85,6 +85,7 @@ class Lowering(Evaluation):
             also inside loops and branches.
         axis: Name of the mapped axis, along which arrays are sliced; empty without one.
         zero: The integer 0, whose value XLA does not know: see `_after`.
+        opens: Whether to inline everything, because operands may come from constant arrays.
     """
 
     def __init__(
@@ -94,8 +95,10 @@ class Lowering(Evaluation):
         pack_bytes: int = 0,
         axis: str = "",
         zero: Any = None,
+        opens: bool = False,
     ) -> None:
         self._arrays = arrays
+        self._opens_all = opens or bool(arrays)
         self._rules = rules
         self._settings = Settings(pack_bytes=pack_bytes)
         self._opened: dict[int, tuple[Jaxpr, bool]] = {}
@@ -140,7 +143,7 @@ class Lowering(Evaluation):
         return None if find is None else find(eqn)
 
     def _opens(self, eqn: JaxprEqn) -> bool:
-        if self._arrays or _names_mesh(eqn):
+        if self._opens_all:
             return True
         return any(map(self._replaces, map(jaxpr_of, inner_programs(eqn.params.values()))))
 
@@ -238,12 +241,6 @@ def round_of(
 def _expanded(value: Array, shape: tuple[int, ...]) -> Array:
     """Returns the value, broadcast along more axes at the end."""
     return jax.lax.broadcast_in_dim(value, shape, range(value.ndim))
-
-
-def _names_mesh(eqn: JaxprEqn) -> bool:
-    """Whether a type names a mesh: the value is computed from a constant array on that mesh."""
-    shardings = [getattr(atom.aval, "sharding", None) for atom in (*eqn.invars, *eqn.outvars)]
-    return any(sharding is not None and not sharding.mesh.empty for sharding in shardings)
 
 
 def _cond(run: Lowering, eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:

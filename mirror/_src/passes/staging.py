@@ -73,6 +73,8 @@ def stage_program(
     settings: Settings,
     mirrored_outputs: Sequence[bool],
     rules: Rules | None = None,
+    *,
+    has_arrays: bool = False,
 ) -> StagedJaxpr:
     """Splits a replica program into stages at its collectives.
 
@@ -82,6 +84,7 @@ def stage_program(
         settings: Settings of the passes.
         mirrored_outputs: For each output, whether to return it as a mirrored array.
         rules: Replacements of operations, as for `Lowering`.
+        has_arrays: Whether the program around has constant arrays.
 
     Raises:
         NotImplementedError: If an operation that contains a collective cannot be inlined, or if a
@@ -91,7 +94,8 @@ def stage_program(
     first, *others = programs
     pairs = zip(first.jaxpr.invars, settings.per_replica, strict=True)
     inputs = [Value(var.aval, Layout(is_own)) for var, is_own in pairs]
-    builder = _Builder(settings, rules or {})
+    has_arrays = has_arrays or any(True for each in programs for _ in arrays_in(each))
+    builder = _Builder(settings, rules or {}, has_arrays)
     arguments: list[Atom] = [*inputs]
     if not contains_collective(first.jaxpr):
         arguments += builder.add_whole(first, inputs)
@@ -107,9 +111,10 @@ def stage_program(
 class _Builder:
     """Builder of the list of steps of a program."""
 
-    def __init__(self, settings: Settings, rules: Rules) -> None:
+    def __init__(self, settings: Settings, rules: Rules, has_arrays: bool) -> None:
         self.settings = settings
         self.rules = rules
+        self.has_arrays = has_arrays
         self.steps: list[Computation | Communication] = []
         self.constants: dict[int, tuple[Value, Array]] = {}
         self.replica_id = Value(jax.core.ShapedArray((), jnp.int32))
@@ -219,7 +224,8 @@ class _Builder:
                 return (lambda *_: [arguments[-1]]) if names_axis(eqn) else None
 
             replacements = dict(zip(arrays, arguments[num:], strict=False))
-            lowering = Lowering(replacements, {**self.rules, "axis_index": replica_id})
+            rules = {**self.rules, "axis_index": replica_id}
+            lowering = Lowering(replacements, rules, opens=self.has_arrays)
             return evaluate(lowering, arguments[:num])
 
         outputs = [Value(aval) for aval in avals]
@@ -280,7 +286,8 @@ class _Builder:
     def stage(self, program: ClosedJaxpr, inputs: Sequence[Atom]) -> StagedJaxpr:
         """Stages an inner program, whose results are per-replica."""
         settings = self.settings._replace(per_replica=[atom.layout.is_own for atom in inputs])
-        return stage_program([program], settings, [False] * len(program.jaxpr.outvars), self.rules)
+        results = [False] * len(program.jaxpr.outvars)
+        return stage_program([program], settings, results, self.rules, has_arrays=self.has_arrays)
 
     def trace(self, fn: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
         """Traces a part of the program."""
