@@ -287,10 +287,11 @@ class Proof(Interpreter[Mark]):
         if not joined.per_replica:
             return joined._replace(samples=frozenset() if _repeats_rows(eqn) else samples)
         aval: Any = eqn.outvars[0].aval
+        operands: list[Any] = [atom.aval for atom in eqn.invars]
         # Otherwise, all rows share the numbers, also on one device.
         per_row = any(
-            mark.samples and atom.aval.shape[:1] == aval.shape[:1]
-            for mark, atom in zip(marks, eqn.invars, strict=True)
+            mark.samples and operand.shape[:1] == aval.shape[:1]
+            for mark, operand in zip(marks, operands, strict=True)
         )
         if name in ELEMENTWISE and aval.shape and per_row:
             self.shared_noise.update(dict.fromkeys(sorted(samples)))
@@ -360,12 +361,13 @@ def is_racing(eqn: JaxprEqn) -> bool:
 def _repeats_rows(eqn: JaxprEqn) -> bool:
     """Whether an operation repeats an array along the first axis, so that all rows are the same.
 
-    Numbers of one key that all rows share, as in mixup, are those of one device.
+    One device has the same numbers if all rows share them, as in mixup.
     """
     if eqn.primitive.name != "broadcast_in_dim":
         return False
     axes, shape = eqn.params["broadcast_dimensions"], eqn.params["shape"]
-    size = eqn.invars[0].aval.shape[0] if axes[:1] == (0,) else 1
+    operand: Any = eqn.invars[0].aval
+    size = operand.shape[0] if axes[:1] == (0,) else 1
     return bool(shape) and shape[0] != size
 
 
