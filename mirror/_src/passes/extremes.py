@@ -3,8 +3,9 @@
 XLA:CPU scatters the gradient of max pooling one element at a time, which takes 2.5 to 45 times as
 long, and does not vectorize the reduction of a window: 1.6 to 4 times (JAX 0.10.2 and 0.12.0.1,
 float32). The results are equal to the last bit, also with ties, NaN, infinities and negative zeros;
-only the sign of a NaN may differ, and of a zero in a gradient of zeros. The derivative in one
-direction (`jax.jvp`) takes the first extreme, as the gradient does; for some shapes, XLA walks
+only the sign of a NaN may differ, and of a zero in a gradient of zeros. For many shapes of 15 and
+more channels, XLA's reduction omits NaN, and may return a zero of the other sign. The derivative in
+one direction (`jax.jvp`) takes the first extreme, as the gradient does; for some shapes, XLA walks
 windows in another order.
 
 For `argmax` and `argmin`, it reduces pairs of value and index one by one, which takes 1.6 to 7
