@@ -127,13 +127,19 @@ class _Later:
         return self._future.result()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def ahead(request) -> Iterator[dict[str, dict[str, Any]]]:
+@pytest.fixture(scope="session")
+def ahead(started_ahead) -> dict[str, dict[str, Any]]:
     """The `AHEAD` calls of the tested modules, which wait for other processes.
 
     They run one after the other, in the background of other tests. `result()` raises the error of
     a call. With pytest-xdist, each call runs in the worker that requests it.
     """
+    return started_ahead
+
+
+@pytest.fixture(scope="session", autouse=True)
+def started_ahead(request) -> Iterator[dict[str, dict[str, Any]]]:
+    """Starts the `AHEAD` calls of modules with a selected test that requests them."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         yield {
             item.module.__name__: {name: _Later(call) for name, call in item.module.AHEAD.items()}
@@ -142,7 +148,7 @@ def ahead(request) -> Iterator[dict[str, dict[str, Any]]]:
         }
         return
     items = [item for item in request.session.items if not item.get_closest_marker("skip")]
-    modules = dict.fromkeys(item.module for item in items)
+    modules = dict.fromkeys(item.module for item in items if "ahead" in item.fixturenames)
     with ThreadPoolExecutor(1) as pool:
         yield {
             module.__name__: {name: pool.submit(call) for name, call in module.AHEAD.items()}
