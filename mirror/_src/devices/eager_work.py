@@ -1,9 +1,9 @@
-"""Bounds the eager work in flight on several host devices, which JAX before 0.12 needs.
+"""Bounds the eager work in flight on several host devices, which JAX up to 0.12 needs.
 
 See `launch`. JAX has no public way to observe the eager work of other threads, but it calls one
 function after each compiled function, eager ops included: `jax._src.api._post_hook_state` (JAX 0.10
-and 0.11), which JAX itself uses to search for NaNs. `tests/devices/test_launch.py` fails when JAX
-removes it. Delete this file when JAX 0.11 is no longer supported.
+to 0.12), which JAX itself uses to search for NaNs. `tests/devices/test_launch.py` fails when JAX
+removes it. Delete this file when no supported JAX needs it.
 """
 
 import contextlib
