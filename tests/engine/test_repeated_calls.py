@@ -788,34 +788,6 @@ def test_dict_whose_keys_do_not_sort_keeps_its_message(strategy):
         strategy.run(train_in_dict, ({"model": model, 1: 2}, own(strategy, (2, 4))))
 
 
-def train_and_return(model, batch):
-    loss = train(model, batch)
-    return model, {"kernel": model.layers[0].kernel, "loss": loss}
-
-
-def train_split(graphdef, state, batch):
-    """The functional loop of Flax's guide to performance."""
-    model = nnx.merge(graphdef, state)
-    loss = train(model, batch)
-    return nnx.state(model), loss
-
-
-def test_returned_objects_are_those_of_the_call(strategy):
-    batch = own(strategy, (2, 4))
-    with strategy.scope():
-        model, other, third = Net(), Net(), Net()
-    for each in (model, other):  # by the same program
-        returned, results = strategy.run(train_and_return, (each, batch))
-        assert returned is each
-        assert results["kernel"] is each.layers[0].kernel
-    graphdef, state = nnx.split(third)
-    state, loss = strategy.run(train_split, (graphdef, state, batch))
-    jax.tree.map(np.testing.assert_array_equal, state, nnx.state(model))
-    assert loss == results["loss"]
-    with raises(TypeError, names="Net", fix="the objects that it receives"):
-        strategy.run(lambda model: nnx.clone(model), (model,))
-
-
 def assigned_outside(model):
     model.layers[0].kernel[...] = jnp.ones((4, 4))
 

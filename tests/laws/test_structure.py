@@ -82,13 +82,13 @@ BUDGETS = {
     "cluster": Size(1131, 7, 20),
     "jaxprs": Size(3175, 16, 30),
     "passes": Size(2685, 16, 34),
-    "engine": Size(5464, 31, 73),
-    "inspection": Size(2111, 9, 23),
+    "engine": Size(5453, 31, 72),
+    "inspection": Size(2108, 9, 23),
     "data": Size(1366, 10, 25),
     "keras": Size(525, 5, 5),
     "strategy": Size(1022, 6, 8),
     "training": Size(5559, 32, 64),
-    "ps": Size(3574, 20, 67),
+    "ps": Size(3569, 20, 67),
     "tools": Size(3080, 24, 32),
 }
 

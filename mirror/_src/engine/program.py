@@ -19,7 +19,6 @@ from mirror._src.engine.analysis import Analysis
 from mirror._src.engine.arguments import Call
 from mirror._src.engine.closures import captured_arrays
 from mirror._src.engine.executor import CompiledProgram, Executor, MeshProgram, ReplicaProgram
-from mirror._src.engine.nnx.structure import ReturnedObject, follow
 from mirror._src.engine.per_replica import PerReplica
 from mirror._src.engine.plan import Plan
 from mirror._src.engine.recent_arrays import KnownLeaves, MirroredCopies, RecentArrays
@@ -161,12 +160,9 @@ class StepProgram:
         if not self._static_results:
             return self._out_tree.unflatten(results)
         dynamic = iter(results)
-        leaves = [
+        return self._out_tree.unflatten(
             self._static_results[i] if i in self._static_results else next(dynamic)
             for i in range(self._out_tree.num_leaves)
-        ]
-        return self._out_tree.unflatten(
-            follow(call.objects, x.path) if isinstance(x, ReturnedObject) else x for x in leaves
         )
 
     def _require_no_errors(self, outputs: Sequence[Any]) -> None:

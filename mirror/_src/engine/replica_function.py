@@ -28,7 +28,7 @@ from mirror._src.engine.closures import (
 )
 from mirror._src.engine.failed_trace import explain_failed_trace
 from mirror._src.engine.mesh import require_no_mapping
-from mirror._src.engine.nnx.structure import ReplicaCopies, ReturnedObject, is_object
+from mirror._src.engine.nnx.structure import ReplicaCopies, is_object
 from mirror._src.engine.replica_context import ReplicaGroup, replica
 from mirror._src.engine.variable import Variable
 from mirror._src.jaxprs.equations import arrays_in
@@ -117,7 +117,7 @@ class ReplicaFunction:
             args, kwargs = self.layout.rebuild(rest, self.statics, objects)
             assert self._fn is not None, "the step has been traced"
             before = _leaves_of(args, kwargs)
-            results = self._results(self._fn(*args, **kwargs), objects)
+            results = self._results(self._fn(*args, **kwargs))
             changes = _leaves_of(args, kwargs).items() - before.items()
             self.changed_in_place = frozenset(path for path, _ in changes)
             if copies is None:
@@ -143,23 +143,17 @@ class ReplicaFunction:
         own = [node for _, node in nnx.iter_graph(objects) if isinstance(node, Variable)]
         return Captures(list(zip(self._captured, stand_ins, strict=True)), own)
 
-    def _results(self, out: Any, objects: Sequence[Any]) -> list[Array]:
+    def _results(self, out: Any) -> list[Array]:
         paths, self.out_tree = jax.tree_util.tree_flatten_with_path(out, is_leaf=is_object)
         in_equinox = equinox_positions(self.out_tree)
         results, self.out_names, self.static_results = [], [], {}
         for i, (path, leaf) in enumerate(paths):
             name = "result" + keys(path)
             if is_object(leaf):
-                places = (place for place, node in nnx.iter_graph(tuple(objects)) if node is leaf)
-                place = next(places, None)
-                if place is None:
-                    raise TypeError(
-                        f"{self.name} returned the nnx object {type(leaf).__name__} as {name}, "
-                        "which is not among its arguments. Return arrays, or the objects that it "
-                        "receives, which are updated in place."
-                    )
-                self.static_results[i] = ReturnedObject(place)
-                continue
+                raise TypeError(
+                    f"{self.name} returned the nnx object {type(leaf).__name__} as {name}. Return "
+                    "arrays; objects that are arguments are updated in place."
+                )
             if self._is_static(leaf, i in in_equinox):
                 self.static_results[i] = leaf
                 continue

@@ -93,11 +93,6 @@ def with_objects(tree: Any, objects: list[Any]) -> Any:
     )
 
 
-def without_objects(results: PyTree) -> PyTree:
-    """Drops the nnx objects that a step returned, whose variables are compared as state."""
-    return jax.tree.map(lambda x: None if is_object(x) else x, results, is_leaf=is_object)
-
-
 def gathered(runner: Runner, tree: PyTree) -> PyTree:
     """Returns the tree with all values of `PerReplica` leaves in this process.
 

@@ -32,7 +32,6 @@ from mirror._src.inspection.measurement import (
     restore,
     whole_batch,
     with_objects,
-    without_objects,
 )
 from mirror._src.jaxprs.text import fingerprint
 
@@ -245,12 +244,12 @@ def verify(
     many.warned(fn).add(DIFFERENT)  # the report says it
     try:
         before = variables_of([*objects, *captured], names)
-        results = without_objects(many.run(fn, *with_objects(arguments.tree, objects)))
+        results = many.run(fn, *with_objects(arguments.tree, objects))
         after = variables_of([*objects, *captured], names)
         if in_turn is not None:
             restore(captured, saved)
             others = copy_of(arguments.objects)
-            of_one = without_objects(in_turn.run(fn, *with_objects(arguments.tree, others)))
+            of_one = in_turn.run(fn, *with_objects(arguments.tree, others))
             changed = variables_of([*others, *captured], names)
             _require_same_bits(num_replicas, (results, after), (of_one, changed))
         restore(captured, saved)
@@ -258,8 +257,7 @@ def verify(
         tree, results = gathered(many, (arguments.tree, results))
         whole = jax.tree.map(whole_batch, tree, is_leaf=is_per_replica)
         reference, whole = (fn, whole) if alone is None else alone(whole)
-        alone_run = single.run(reference, *with_objects(whole, single_objects))
-        expected_results = without_objects(alone_run)
+        expected_results = single.run(reference, *with_objects(whole, single_objects))
         expected = variables_of([*single_objects, *captured], names)
     finally:
         restore(captured, saved)

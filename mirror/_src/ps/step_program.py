@@ -14,7 +14,6 @@ from mirror._src.base.errors import describe
 from mirror._src.base.naming import name_of
 from mirror._src.base.tracebacks import on_behalf_of, users_function
 from mirror._src.base.types import Array, PyTree
-from mirror._src.engine.nnx.structure import is_object
 from mirror._src.engine.replica_context import Part, current_frame
 from mirror._src.jaxprs.collective_eqns import chain_lengths
 from mirror._src.ps.messages import BufferLayout, Buffers, Pulled
@@ -400,11 +399,6 @@ class StepProgram:
                 part_id, first_row = position
                 frame.replica.part = Part(part_id, first_row, num_parts or 1)
             value = fn(*args, **kwargs)
-            if any(map(is_object, jax.tree.leaves(value, is_leaf=is_object))):
-                raise TypeError(
-                    f"{name_of(fn)} returned an nnx object, whose values the parameter servers "
-                    "hold. Return arrays."
-                )
             if num_parts is not None:
                 return value
             # The step does not return unchanged variables, so that XLA does not copy them.

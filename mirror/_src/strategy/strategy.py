@@ -285,7 +285,7 @@ class Strategy(abc.ABC):
             RuntimeError: If called inside a replica, inside another strategy's scope, or inside a
                 JAX transformation.
             TypeError: If `args` is not a tuple or list, if the arguments do not match the
-                parameters of `fn`, or if `fn` returns anything but arrays and its own arguments.
+                parameters of `fn`, or if `fn` returns anything but arrays.
             ValueError: If an array has been deleted, if a `PerReplica` has the wrong number of
                 replicas or values of different shapes, if the structure of a model changes, or if
                 `fn` captures an nnx object.

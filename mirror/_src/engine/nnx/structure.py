@@ -21,12 +21,6 @@ from mirror._src.engine.variable import is_on_read
 Path = tuple[Any, ...]
 
 
-class ReturnedObject(NamedTuple):
-    """A result that is an object of the call, by its path; `run` returns the caller's object."""
-
-    path: Path
-
-
 def follow(objects: Any, path: Path) -> Any:
     """Returns the node, variable or array at a path."""
     node = objects
