@@ -71,11 +71,11 @@ def require_fits(name: str | Callable[[], str], leaf: Any) -> None:
         ValueError: If an integer would change.
     """
     array = np.asarray(leaf) if type(leaf) is int else leaf
-    dtype = getattr(array, "dtype", None)
-    if dtype is None or dtype not in (np.int64, np.uint64):
+    is_array = isinstance(array, np.ndarray | np.generic | jax.Array)
+    if not is_array or array.dtype not in (np.int64, np.uint64):
         return
-    narrow = jax.dtypes.canonicalize_dtype(dtype)
-    if narrow == dtype or isinstance(array, jax.core.Tracer) or not array.size:
+    narrow = jax.dtypes.canonicalize_dtype(array.dtype)
+    if narrow == array.dtype or isinstance(array, jax.core.Tracer) or not array.size:
         return
     values, limits = np.asarray(array), np.iinfo(narrow)
     for value in (values.max(), values.min()):
