@@ -1196,6 +1196,11 @@ def options_of_argparse():
     run(lambda x, options: x * options.lr, batch(), argparse.Namespace(lr=0.1))
 
 
+@mistake(ValueError, names="wrt", values="['Param']", fix=["LoRAParam", "wrt=nnx.Param"])
+def a_selection_of_nothing():
+    mirror.Trainer(linear(), optax.sgd(0.1), "mse", wrt=nnx.LoRAParam, strategy=strategy())
+
+
 @mistake(TypeError, names="buffer", values="memory", fix="vars(options)")
 def a_writable_buffer():
     run(lambda x, buffer: x, batch(), memoryview(bytearray(3)))

@@ -411,7 +411,7 @@ def make_optimizer(
     Raises:
         TypeError: If `tx` is neither an optax transformation nor an `nnx.Optimizer`, or it is an
             `nnx.ModelAndOptimizer`.
-        ValueError: If `wrt` is passed together with an `nnx.Optimizer`.
+        ValueError: If `wrt` is passed together with an `nnx.Optimizer`, or selects nothing.
     """
     if isinstance(tx, nnx.ModelAndOptimizer):
         fix = "Pass optax.adam(1e-3), or nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)."
@@ -424,6 +424,12 @@ def make_optimizer(
             )
         return tx
     require_transformation(tx)
+    if wrt is not None and not jax.tree.leaves(nnx.state(model, wrt)):
+        kinds = sorted({type(x).__name__ for _, x in nnx.to_flat_state(nnx.state(model))})
+        raise ValueError(
+            f"`wrt` ({describe(wrt)}) selects no variable of the model, so nothing would train. "
+            f"Its variables are of the types {kinds}. Select some of them, such as wrt=nnx.Param."
+        )
     return nnx.Optimizer(model, tx, wrt=nnx.Param if wrt is None else wrt)
 
 

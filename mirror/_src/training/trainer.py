@@ -190,8 +190,8 @@ class Trainer(Generic[M]):
         TypeError: If an argument has the wrong type.
         ValueError: If `accumulate_steps` or `steps_per_execution` is less than 1, a name is
             unknown, an argument does not fit the loss, `labels` is passed without `num_classes` for
-            a function, `wrt` together with an `nnx.Optimizer`, or `precision` does not reach any
-            layer.
+            a function, `wrt` together with an `nnx.Optimizer`, `wrt` selects nothing, or
+            `precision` does not reach any layer.
 
     >>> def loss_fn(model, batch):
     ...     return optax.squared_error(model(batch["x"]), batch["y"])[:, 0]
