@@ -78,11 +78,11 @@ def test_imports_have_no_cycles():
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
     "base": Size(1044, 14, 12),
-    "devices": Size(2128, 16, 26),
+    "devices": Size(2132, 16, 26),
     "cluster": Size(1131, 7, 20),
     "jaxprs": Size(3175, 16, 30),
     "passes": Size(2685, 16, 34),
-    "engine": Size(5453, 31, 72),
+    "engine": Size(5458, 31, 72),
     "inspection": Size(2108, 9, 23),
     "data": Size(1366, 10, 25),
     "keras": Size(525, 5, 5),

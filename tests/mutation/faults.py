@@ -626,7 +626,7 @@ _OF_RUN = (
     Fault(
         "an integer of 64 bits that does not fit",
         f"{_RUN}/argument_placer.py",
-        "require_fits(name, array)",
+        "require_fits(name, leaf)",
         "pass",
         ("tests/devices/test_narrowing.py",),
     ),

@@ -189,6 +189,9 @@ def _wait(read: Callable[[float], bool], deadline: float, gone: Callable[[], str
     return ""
 
 
+_writes = Topic("writes")
+
+
 @contextlib.contextmanager
 def chief_writes(name: str, secs: float) -> Iterator[None]:
     """Context manager around a method that every process calls, in which only process 0 writes.
@@ -217,9 +220,6 @@ def chief_writes(name: str, secs: float) -> Iterator[None]:
             _writes.announce("")
         else:
             _writes.await_decision(math.inf)
-
-
-_writes = Topic("writes")
 
 
 def gather(name: str, mine: Mapping[str, Any], deadline: float) -> list[dict[str, Any]]:

@@ -65,11 +65,15 @@ def require_fits(name: str | Callable[[], str], leaf: Any) -> None:
 
     Args:
         name: Name of the array for the message, or a function that returns it.
-        leaf: A NumPy or JAX array or a number; anything else is ignored.
+        leaf: A NumPy or JAX array, `UnstackedArrays` or a number; anything else is ignored.
 
     Raises:
         ValueError: If an integer would change.
     """
+    if isinstance(leaf, UnstackedArrays):
+        for each in leaf.arrays:
+            require_fits(name, each)
+        return
     array = np.asarray(leaf) if type(leaf) is int else leaf
     is_array = isinstance(array, np.ndarray | np.generic | jax.Array)
     if not is_array or array.dtype not in (np.int64, np.uint64):

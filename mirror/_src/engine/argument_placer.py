@@ -41,13 +41,13 @@ class Prepared(NamedTuple):
     Attributes:
         leaves: The leaves.
         new: Positions of the mirrored leaves that no recent launch has returned or received.
-        expected: Positions of the leaves that are not as in earlier calls of the program; None if
-            any leaf may be another one.
+        unexpected: Positions of the leaves that are not as in earlier calls of the program; None
+            if any leaf may be another one.
     """
 
     leaves: list[Any]
     new: Sequence[int]
-    expected: Sequence[int] | None
+    unexpected: Sequence[int] | None
 
 
 class ArgumentPlacer:
@@ -91,11 +91,11 @@ class ArgumentPlacer:
         new: Sequence[int] = call.layout.mirrored
         rows = call.layout.per_replica
         passed = leaves
-        expected: Sequence[int] | None = None if new else ()
+        unexpected: Sequence[int] | None = None if new else ()
         if program is not None and new:
             leaves = program.copies.use(leaves)
-            expected = program.known.find(leaves, call.state)
-            new = new if expected is None else expected
+            unexpected = program.known.find(leaves, call.state)
+            new = new if unexpected is None else unexpected
             new = self.recent.exclude(leaves, new) if new else new
         are_placed = True
         if new or rows:
@@ -106,7 +106,7 @@ class ArgumentPlacer:
             if program is not None:
                 kept = set(call.layout.mirrored).difference(program.donated)
                 program.copies.keep(passed, leaves, kept)
-        return Prepared(leaves, new, expected)
+        return Prepared(leaves, new, unexpected)
 
     def _are_placed(self, mirrored: list[Any], stacked: list[Any]) -> bool:
         """Whether arrays are on the replicas' devices."""
@@ -141,8 +141,7 @@ class ArgumentPlacer:
                     f"{name()} is {describe(leaf)}, JAX's gradient of an integer, "
                     "which has no values. Take gradients with respect to floats only."
                 )
-            for array in leaf.arrays if isinstance(leaf, UnstackedArrays) else [leaf]:
-                require_fits(name, array)
+            require_fits(name, leaf)
             try:
                 placed = self._stack(call, i, leaf) if i in per_replica else self._mirror(leaf)
             except TypeError as error:
@@ -208,12 +207,12 @@ class ArgumentPlacer:
                 leaves[i] = self._replicas.copy(leaves[i])
         if prepared.new:
             self._copy_shared(program, call.state, leaves, prepared.new)
-        if prepared.expected is not None:
+        if prepared.unexpected is not None:
             rows = call.layout.per_replica
-            may_be_state = record is not None and (prepared.expected or record.structure.has_own)
-            if not may_be_state and not prepared.expected and (not donated or len(rows) < 2):
+            may_be_state = record is not None and (prepared.unexpected or record.structure.has_own)
+            if not may_be_state and not prepared.unexpected and (not donated or len(rows) < 2):
                 return leaves
-            unsure = [*prepared.expected, *rows]
+            unsure = [*prepared.unexpected, *rows]
             if not _is_any_repeated(leaves, unsure, call.state if may_be_state else []):
                 return leaves
         leaves = list(leaves)

@@ -252,14 +252,18 @@ def _is_float(value: Any) -> bool:
 
 
 def _message(fn: Callable[..., Any], path: str, array: Any) -> str:
-    name, own = name_of(users_function(fn)), path.rpartition(".")[2].partition("[")[0]
-    arguments = ", ".join([own, *parameter_names(fn)])
-    fix = (
-        f"Pass it as an argument: def {name}({arguments}), and strategy.run({name}, ({arguments}"
-        f"{',' if arguments == own else ''}))."
-    )
-    if users_function(fn) is not fn:
+    user = users_function(fn)
+    name = name_of(user)
+    if user is not fn:  # a step of a trainer, whose arguments are not the user's
         fix = "Make it a mirror.Variable, and assign to it."
+    else:
+        own = path.rpartition(".")[2].partition("[")[0]
+        arguments = ", ".join([own, *parameter_names(fn)])
+        comma = "," if arguments == own else ""
+        fix = (
+            f"Pass it as an argument: def {name}({arguments}), and strategy.run({name}, "
+            f"({arguments}{comma}))."
+        )
     return (
         f"{name} still uses the first {path!r}, {describe(array)}, and ignores its new value: an "
         "array that a step reads from outside its arguments is a constant of the compiled step. "
@@ -411,8 +415,9 @@ def _leaves(value: object) -> list[Any]:
 
 
 def _capture_message(fn: Callable[..., Any], what: str) -> str:
-    name = name_of(users_function(fn))
-    if users_function(fn) is not fn:
+    user = users_function(fn)
+    name = name_of(user)
+    if user is not fn:
         return (
             f"{name} captures {what}, so its current values would become constants of the compiled "
             "step. Make it a part of the model, and select what to train: mirror.Trainer(wrt=...)."

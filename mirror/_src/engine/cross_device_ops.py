@@ -390,8 +390,7 @@ class CrossDeviceOps:
 
         def reduce_leaf(leaf: Any) -> Array:
             value = require_reducible(leaf if is_per_replica(leaf) else PerReplica([leaf]))
-            for row in value.values:
-                require_fits("`value`", row)
+            require_fits("`value`", held_by(value))
             result = self._reduced(op, value)
             return result if devices is None else devices.broadcast(result)
 

@@ -132,9 +132,11 @@ class HostValues:
             digests = {names[i]: _OnDevice(call.state[i]) for i in new_state}
             for i in new:
                 digests[names[start + i]] = self._digest(passed[i], leaves[i])
-        known = [call.state[i] for i in assigned if i not in new_state]
-        known += [leaves[i] for i in unexpected if i not in new]
-        origins = "" if are_compared else self._origins(known)
+        origins = ""
+        if not are_compared:
+            of_state, of_leaves = set(assigned) - {*new_state}, set(unexpected) - {*new}
+            known = [call.state[i] for i in sorted(of_state)]
+            origins = self._origins([*known, *(leaves[i] for i in sorted(of_leaves))])
         if origins != program.origins:  # two steps that alternate do not post it every time
             program.origins = origins
             digests[_ORIGINS] = _OnHost(origins, None)

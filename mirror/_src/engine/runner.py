@@ -191,7 +191,7 @@ class Runner:
                         )
                     try:
                         ready = self._placer.copy_repeated(call, leaves, program, prepared)
-                        if prepared.expected is None or prepared.expected:
+                        if prepared.unexpected is None or prepared.unexpected:
                             self._placer.expect(call, ready, program)
                         result = program(call, ready, self._placer.recent)
                         if self._host_values is not None:
@@ -233,7 +233,7 @@ class Runner:
             program.identity = require_agreement(call, program.to_agree_on, self._executor, inputs)
             program.to_agree_on = None
             ledger.changes_program(program.identity)  # which was just compared
-        unexpected = prepared.expected
+        unexpected = prepared.unexpected
         self._host_values.note(
             *(call, program, passed, leaves, prepared.new),
             unexpected=call.layout.mirrored if unexpected is None else unexpected,
