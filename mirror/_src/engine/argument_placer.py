@@ -208,11 +208,11 @@ class ArgumentPlacer:
         if prepared.new:
             self._copy_shared(program, call.state, leaves, prepared.new)
         if prepared.unexpected is not None:
-            rows = call.layout.per_replica
             may_be_state = record is not None and (prepared.unexpected or record.structure.has_own)
-            if not may_be_state and not prepared.unexpected and (not donated or len(rows) < 2):
+            may_repeat_rows = may_be_state or program.may_repeat_rows
+            if not prepared.unexpected and not may_repeat_rows:
                 return leaves
-            unsure = [*prepared.unexpected, *rows]
+            unsure = [*prepared.unexpected, *(call.layout.per_replica if may_repeat_rows else ())]
             if not _is_any_repeated(leaves, unsure, call.state if may_be_state else []):
                 return leaves
         leaves = list(leaves)

@@ -53,6 +53,7 @@ class StepProgram:
         to_agree_on: The program, until all processes have agreed on it; None in a single process.
         identity: What is equal in all processes that run this program, once they have agreed.
         changed: Positions of the objects' leaves that it changes, and donates.
+        may_repeat_rows: Whether a `PerReplica` may be an array that a launch donates.
         label: The name of the step and its line, for messages.
         input_names: The user's names for the inputs; empty until they are needed.
         captured_arrays: The float arrays that the step has read from outside its arguments, by
@@ -76,6 +77,10 @@ class StepProgram:
         # With host callbacks, nothing is donated: if one fails, the arguments stay as they were.
         self.donated = call.donated() if self._guard is None else []
         state = filter(step.is_donated, plan.changed) if self._guard is None else ()
+        # A `PerReplica` is stored in other ways than a mirrored array, unless that is in slices.
+        is_own = step.per_replica[step.num_state :]
+        has_slices = executor.replicas.slice_bytes is not None
+        self.may_repeat_rows = has_slices or any(is_own[i] for i in self.donated)
         self.last_shardings: Sequence[Any] = ()
         self._out_tree = _result_tree(step, plan)
         self.final = analysis.final
