@@ -197,25 +197,30 @@ def immediate() -> contextlib.AbstractContextManager[None]:
     SIGTERM raises half a second later. The signal stays pending, in case that this code drops the
     exception. One that is deferred already does not raise: it would prevent a call that is due.
     """
-    return _raising(at_once=True)
+    return _Raising(at_once=True)
 
 
 def deferred() -> contextlib.AbstractContextManager[None]:
     """Context manager inside `immediate` in which Ctrl-C waits: around joint changes."""
-    return _raising(at_once=False)
+    return _Raising(at_once=False)
 
 
-@contextlib.contextmanager
-def _raising(*, at_once: bool) -> Iterator[None]:
-    context = _own_context()
-    if context is None:
-        yield
-        return
-    before, context.is_immediate = context.is_immediate, at_once
-    try:
-        yield
-    finally:
-        context.is_immediate = before
+class _Raising:
+    """Context manager of `immediate` and `deferred`; `contextlib` would take 2 us more."""
+
+    __slots__ = ("_at_once", "_before", "_context")
+
+    def __init__(self, *, at_once: bool) -> None:
+        self._at_once = at_once
+
+    def __enter__(self) -> None:
+        self._context = context = _own_context()
+        if context is not None:
+            self._before, context.is_immediate = context.is_immediate, self._at_once
+
+    def __exit__(self, *args: object) -> None:
+        if self._context is not None:
+            self._context.is_immediate = self._before
 
 
 def _active_context() -> DeferredInterrupts | None:
@@ -224,7 +229,7 @@ def _active_context() -> DeferredInterrupts | None:
 
 def _own_context() -> DeferredInterrupts | None:
     """Returns the active context in the main thread, None in others."""
-    is_main = threading.current_thread() is threading.main_thread()
+    is_main = threading.get_ident() == threading.main_thread().ident
     return _active_context() if is_main else None
 
 

@@ -14,7 +14,7 @@ import jax
 from mirror._src.base import interrupts
 from mirror._src.base.errors import counted, require_int
 from mirror._src.base.naming import warn_user
-from mirror._src.devices.launch import wait_for
+from mirror._src.devices.launch import wait
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.settings import get_num_cpu_threads
 from mirror._src.training.history import History
@@ -63,8 +63,9 @@ class MetricAccumulator:
             before: What `drop_failed` returns if the launch fails.
         """
         self._pending.append((step, sums, before))
-        for leaf in jax.tree.leaves(sums):  # else every read on a GPU waits for a copy of its own
-            if hasattr(leaf, "copy_to_host_async"):  # not an array of NumPy
+        leaves = jax.tree.leaves(sums)
+        if _is_on_accelerator(leaves[0]):  # every read would wait for a copy of its own
+            for leaf in leaves:
                 leaf.copy_to_host_async()
 
     def drop_failed(self) -> Any:
@@ -165,10 +166,18 @@ def format_metrics(logs: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4g}" for name, value in logs.items())
 
 
+def _is_on_accelerator(leaf: Any) -> bool:
+    devices = leaf.sharding.device_set if isinstance(leaf, jax.Array) else ()
+    return any(device.platform != "cpu" for device in devices)
+
+
 def _read(sums: Sums) -> Sums:
     """Returns the sums as numbers of Python, when they have been computed."""
-    wait_for(sums)
-    return jax.tree.map(number_of, sums)
+    leaves, tree = jax.tree.flatten(sums)
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array):  # not an array of NumPy
+            wait(leaf)
+    return tree.unflatten(map(number_of, leaves))
 
 
 def _add(sums: dict[str, float], more: dict[str, float]) -> None:

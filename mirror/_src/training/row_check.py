@@ -339,7 +339,7 @@ def examples_of(padded: PaddedBatch, index: int = 0) -> PyTree:
 
 def _shape(padded: PaddedBatch) -> tuple[int, ...]:
     """Returns the shape of the mask: replicas, batches of a group, rows of a replica."""
-    return tuple(np.shape(padded.mask.stacked))
+    return tuple(padded.mask.stacked.shape)
 
 
 @functools.lru_cache(16)
