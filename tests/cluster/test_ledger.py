@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import mirror
 from mirror._src.cluster import agreement, failures, ledger, store
 from tests.support.messages import assert_message
 
@@ -169,7 +170,7 @@ def test_a_canceled_launch_needs_no_other_process(job, monkeypatch, me):
 
     job.launch(me, "train_step")
     program = agreement.Program("evaluate_step", ["program"], lambda: [""])
-    with pytest.raises(agreement.AbsentError, match=f"Process {other} has not reached"):
+    with pytest.raises(mirror.ProgramMismatchError, match=f"Process {other} has not reached"):
         agreement.find_difference(program, timeout_secs=0.0)
     assert stopped_by() is None, "the handled error is the only one"
     failures.Failures(shutdown_secs=0.0)._await_ends()

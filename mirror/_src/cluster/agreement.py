@@ -14,8 +14,10 @@ from base64 import b85decode, b85encode
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from mirror._src.base.errors import ProgramMismatchError
 from mirror._src.cluster import consensus, store
 from mirror._src.cluster.ledger import ledger
+from mirror._src.cluster.start import processes
 
 _PIECE = 2**20  # characters per message; the service accepts a few MiB
 _TEXT_SECS = 60.0
@@ -60,10 +62,6 @@ class Difference(NamedTuple):
     lines: Sequence[tuple[tuple[str, str], tuple[str, str]]]
 
 
-class AbsentError(RuntimeError):
-    """Raised if a process does not arrive by the deadline."""
-
-
 def find_difference(
     program: Program, timeout_secs: float, when: str = "for the first time"
 ) -> Difference | None:
@@ -78,7 +76,7 @@ def find_difference(
         None if all are the same. Otherwise a difference, in every process.
 
     Raises:
-        AbsentError: If a process does not arrive in time.
+        ProgramMismatchError: If a process does not arrive in time.
         RuntimeError: If the coordinator cannot be reached.
     """
     with _lock:
@@ -91,7 +89,7 @@ def find_difference(
         except consensus.AbsentError as error:
             ledger.canceled += 1
             text = _absent_message(program.name, number, error.processes, timeout_secs)
-            raise AbsentError(text) from None
+            raise ProgramMismatchError(text) from None
         if decision == _SAME:
             return None
         return _difference(program, number, f"program/{number}", digest, int(decision))
@@ -136,13 +134,11 @@ def _read_text(key: str, deadline: float) -> str | None:
 
 
 def _absent_message(name: str, number: int, absent: Sequence[int], timeout_secs: float) -> str:
-    whose = "Process" if len(absent) == 1 else "Processes"
-    have = "has" if len(absent) == 1 else "have"
     return (
         f"Process {store.process_index()} is about to run {name}, its new program number {number}. "
-        f"{whose} {', '.join(map(str, absent))} {have} not reached a new program within "
-        f"{timeout_secs:g} s: either they run something else, such as a call that is only made if "
-        "strategy.is_chief, or they are stuck; their output says what they do. Make the same calls "
-        "of the strategy on every process. If they are only slow, wait longer: "
-        "mirror.distributed.initialize(agreement_secs=...)."
+        f"{processes(absent).capitalize()} {'has' if len(absent) == 1 else 'have'} not reached a "
+        f"new program within {timeout_secs:g} s: either they run something else, such as a call "
+        "that is only made if strategy.is_chief, or they are stuck; their output says what they "
+        "do. Make the same calls of the strategy on every process. If they are only slow, wait "
+        "longer: mirror.distributed.initialize(agreement_secs=...)."
     )

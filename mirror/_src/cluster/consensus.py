@@ -43,12 +43,6 @@ class AbsentError(RuntimeError):
         self.processes, self.reason = list(processes), reason
 
 
-def nothing_known(processes: Sequence[int]) -> str:
-    """Returns "": a process that has not arrived may still come."""
-    del processes
-    return ""
-
-
 @final
 class Topic:
     """Decisions one after the other; every process makes the same calls.
@@ -56,13 +50,14 @@ class Topic:
     Args:
         key: Key of the store, used for this topic only. The text of process i for decision n is
             under `key/n/i`.
-        gone: Returns why processes will not come. It may raise, which ends the wait.
+        gone: Returns why processes will not come; by default, they may always come. It may raise,
+            which ends the wait.
 
     Attributes:
         number: Number of the next decision.
     """
 
-    def __init__(self, key: str, gone: Gone = nothing_known) -> None:
+    def __init__(self, key: str, gone: Gone = lambda _: "") -> None:
         self._key, self._gone = key, gone
         self.number = self._oldest = 0
 
@@ -147,14 +142,13 @@ class Topic:
 
     def _decision(self, directory: str, deadline: float) -> str:
         """Returns the decision of process 0, in all others."""
-        text = self._waited(f"{directory}/decision", deadline)
+        text, absent = self._waited(f"{directory}/decision", deadline), list[int]()
         if text is None:
             arrived = store.get_all(directory)
             absent = [i for i in range(store.process_count()) if str(i) not in arrived]
             if not absent:  # the decision is on its way
                 text = self._waited(f"{directory}/decision", time.monotonic() + _MARGIN_SECS)
-            return self._parsed(text, absent or [0])
-        return self._parsed(text, [])
+        return self._parsed(text, absent or [0])
 
     def _waited(self, key: str, deadline: float) -> str | None:
         texts: list[str] = []

@@ -221,9 +221,7 @@ class Failures:
             with contextlib.suppress(RuntimeError):  # the coordinator has ended
                 self._await_ends()
         if store.stop is not None and not self._have_all_failed:
-            if not isinstance(store.stop, RuntimeError) or isinstance(
-                store.stop, ProgramMismatchError
-            ):
+            if isinstance(store.stop, ReplicaDivergenceError | ProgramMismatchError):
                 self._leave(1)  # the results of this process are wrong
             if self._ended is not None and ledger.num_joined > self._ended.launches:
                 self._leave(1)  # XLA would wait for the launch when no thread of Python runs

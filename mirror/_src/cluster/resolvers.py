@@ -246,9 +246,31 @@ class ClusterResolver(abc.ABC):
         return Membership(members[0][1], len(members), tasks.index(me), self.local_device_ids)
 
 
+class _KnownCluster(ClusterResolver):
+    """Base class of the resolvers that know the cluster, and their task, from the start."""
+
+    _spec: ClusterSpec
+    _type: str | None
+    _id: int | None
+
+    def cluster_spec(self) -> ClusterSpec:
+        """See `ClusterResolver.cluster_spec`."""
+        return self._spec
+
+    @property
+    def task_type(self) -> str | None:
+        """Job of this process; None if there is no cluster."""
+        return self._type
+
+    @property
+    def task_id(self) -> int | None:
+        """Index of this process in its job; None if there is no cluster."""
+        return self._id
+
+
 @set_module("mirror.distributed")
 @final
-class SimpleClusterResolver(ClusterResolver):
+class SimpleClusterResolver(_KnownCluster):
     """A cluster that the program knows.
 
     Args:
@@ -272,26 +294,12 @@ class SimpleClusterResolver(ClusterResolver):
             raise TypeError(expected("task_type", task_type, "a string, such as 'worker'"))
         require_int("task_id", task_id, 0)
         self._spec = ClusterSpec(cluster_spec)
-        self._task = ClusterTask(task_type, int(task_id))
-
-    def cluster_spec(self) -> ClusterSpec:
-        """See `ClusterResolver.cluster_spec`."""
-        return self._spec
-
-    @property
-    def task_type(self) -> str | None:
-        """Job of this process."""
-        return self._task.job
-
-    @property
-    def task_id(self) -> int | None:
-        """Index of this process in its job."""
-        return self._task.number
+        self._type, self._id = task_type, int(task_id)
 
 
 @set_module("mirror.distributed")
 @final
-class TFConfigClusterResolver(ClusterResolver):
+class TFConfigClusterResolver(_KnownCluster):
     """The cluster of the environment variable `TF_CONFIG`, which is JSON.
 
     Kubeflow and Vertex AI set it for every process, and so does `mirror launch --processes`:
@@ -327,20 +335,6 @@ class TFConfigClusterResolver(ClusterResolver):
         except ValueError:
             raise ValueError(_bad_config(f"its task has no index: {task!r}")) from None
 
-    def cluster_spec(self) -> ClusterSpec:
-        """See `ClusterResolver.cluster_spec`."""
-        return self._spec
-
-    @property
-    def task_type(self) -> str | None:
-        """Job of this process; None if there is no cluster."""
-        return self._type
-
-    @property
-    def task_id(self) -> int | None:
-        """Index of this process in its job; None if there is no cluster."""
-        return self._id
-
 
 def _read_config(text: str) -> dict[str, Any]:
     if not text.strip():
@@ -360,7 +354,7 @@ def _bad_config(reason: str) -> str:
 
 @set_module("mirror.distributed")
 @final
-class SlurmClusterResolver(ClusterResolver):
+class SlurmClusterResolver(_KnownCluster):
     """The tasks of a Slurm job step, which `srun` starts; all of them are workers.
 
     With one task per node, the task uses all GPUs that it can see. With several, each uses one.
@@ -403,22 +397,8 @@ class SlurmClusterResolver(ClusterResolver):
             for i in range(count)
         ]
         self._spec = ClusterSpec({"worker": addresses})
-        self._id = int(me)
+        self._type, self._id = "worker", int(me)
         self._shares_node = len(per_node) > 0 and max(per_node) > 1
-
-    def cluster_spec(self) -> ClusterSpec:
-        """See `ClusterResolver.cluster_spec`."""
-        return self._spec
-
-    @property
-    def task_type(self) -> str | None:
-        """Always `"worker"`."""
-        return "worker"
-
-    @property
-    def task_id(self) -> int | None:
-        """Number of the task in the job step."""
-        return self._id
 
     @property
     def local_device_ids(self) -> list[int] | None:

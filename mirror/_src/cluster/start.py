@@ -127,7 +127,7 @@ def initialize(
     if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
         fix = "For example mirror.distributed.TFConfigClusterResolver()."
         raise TypeError(expected("cluster_resolver", cluster_resolver, "a ClusterResolver", fix))
-    explicit = {
+    explicit: dict[str, Any] = {
         "coordinator_address": coordinator_address,
         "num_processes": num_processes,
         "process_id": process_id,
@@ -145,12 +145,7 @@ def initialize(
             return
         _job.agreement_secs = secs["agreement_secs"]
         if not store.is_initialized():
-            member = None
-            if not missing:
-                assert coordinator_address is not None
-                assert num_processes is not None
-                assert process_id is not None
-                member = Membership(coordinator_address, num_processes, process_id)
+            member = None if missing else Membership(**explicit)
             _join(member, cluster_resolver, local_device_ids, secs)
         if store.process_count() > 1 and not _job.has_tried:
             Failures(secs["shutdown_secs"]).install()
@@ -180,12 +175,7 @@ def _join(
     if member is not None:
         _require_not_started(member)
         ids = ids if ids is not None else member.local_device_ids
-        arguments |= {
-            "coordinator_address": member.coordinator_address,
-            "num_processes": member.num_processes,
-            "process_id": member.process_id,
-            "cluster_detection_method": "deactivate",
-        }
+        arguments |= {**member._asdict(), "cluster_detection_method": "deactivate"}
     elif started():
         return  # only JAX could detect a cluster, and it would reject it now
     elif ids is None and os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1":
@@ -193,7 +183,7 @@ def _join(
         ids = list(range(len(list_physical_devices("GPU")))) or None
     watch_startup()
     try:
-        jax.distributed.initialize(local_device_ids=ids, **arguments)
+        jax.distributed.initialize(**{**arguments, "local_device_ids": ids})
     except ValueError as error:
         if member is None and _NO_CLUSTER in str(error):
             return
@@ -240,8 +230,8 @@ def require_same_settings(deadline: float) -> None:
     mine = {
         "mirror": __version__,
         **{name: version_of(name) or "not installed" for name in _PACKAGES},
+        **{name: str(jax.config.values.get(name)) for name in _OPTIONS},
     }
-    mine |= {name: str(jax.config.values.get(name)) for name in _OPTIONS}
     _require_equal(
         gather("preflight", mine, deadline),
         "The processes have different versions or settings",

@@ -101,10 +101,7 @@ def require_no_failure(name: str, error: BaseException | None) -> None:
     """
     text = "" if error is None else f"{type(error).__name__}: {first_line(error)}"
     said = agreement.Program(name, [text], lambda: [""])
-    try:
-        difference = agreement.find_difference(said, agreement_secs())
-    except agreement.AbsentError as absent:
-        raise ProgramMismatchError(str(absent)) from None
+    difference = agreement.find_difference(said, agreement_secs())
     if difference is not None and error is None:
         theirs = "".join(other for _, (other, _) in difference.lines)
         raise RuntimeError(
@@ -114,10 +111,7 @@ def require_no_failure(name: str, error: BaseException | None) -> None:
 
 
 def _compare(program: agreement.Program, when: str = "for the first time") -> None:
-    try:
-        difference = agreement.find_difference(program, agreement_secs(), when)
-    except agreement.AbsentError as error:
-        raise ProgramMismatchError(str(error)) from None
+    difference = agreement.find_difference(program, agreement_secs(), when)
     if difference is not None:
         raise _error(difference)
 

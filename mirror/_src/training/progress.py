@@ -167,12 +167,12 @@ def format_metrics(logs: Mapping[str, float]) -> str:
 
 
 def _is_on_accelerator(leaf: Any) -> bool:
-    devices = leaf.sharding.device_set if isinstance(leaf, jax.Array) else ()
-    return any(device.platform != "cpu" for device in devices)
+    return isinstance(leaf, jax.Array) and any(d.platform != "cpu" for d in leaf.devices())
 
 
 def _read(sums: Sums) -> Sums:
     """Returns the sums as numbers of Python, when they have been computed."""
+    tree: Any
     leaves, tree = jax.tree.flatten(sums)
     for leaf in leaves:
         if isinstance(leaf, jax.Array):  # not an array of NumPy
