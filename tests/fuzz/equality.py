@@ -92,6 +92,21 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "remat": jax.checkpoint(lambda x: jnp.sin(x) * x),
     "jit": jax.jit(lambda x: jnp.cos(x) + x),
 }
+
+
+def _spectrum(x: Any, axis: int) -> Any:
+    return jnp.fft.fft(x, axis=axis).real
+
+
+def _regular(w: Any) -> Any:
+    return w @ jnp.swapaxes(w, -1, -2) + 2 * jnp.eye(w.shape[-1])
+
+
+def _solved(systems: Any, x: Any) -> Any:
+    each = _regular(systems[:, :, None] * systems[:, None])
+    return jnp.linalg.solve(each, x[..., None])[..., 0]
+
+
 _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "add": jnp.add,
     "sub": jnp.subtract,
@@ -135,6 +150,10 @@ _OF_BATCH: dict[str, Op] = {
     "rolled": Op((BATCH,), BATCH, lambda x: jnp.roll(x, 1, 0)),
     "best row": Op((BATCH,), VECTOR, lambda x: jnp.argmax(x, 0).astype(x.dtype)),
     "best feature": Op((BATCH,), COLUMN, lambda x: jnp.argmax(x, 1).astype(x.dtype)),
+    "spectrum": Op((BATCH,), BATCH, lambda x: _spectrum(x, 0)),
+    "spectrum of features": Op((BATCH,), BATCH, lambda x: _spectrum(x, 1)),
+    "systems": Op((BATCH, MATRIX), BATCH, lambda x, w: jnp.linalg.solve(_regular(w), x.T).T),
+    "a system of each row": Op((BATCH, BATCH), BATCH, lambda x, y: _solved(y, x)),
     "layer": Op((BATCH, MATRIX), BATCH, jnp.matmul),
     "products": Op((BATCH, BATCH), MATRIX, lambda x, y: x.T @ y),
     "similarity": Op((BATCH, BATCH), COLUMN, lambda x, y: (x @ y.T).sum(1)),

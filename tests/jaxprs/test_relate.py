@@ -77,6 +77,20 @@ def own_key():
     return jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("replica"))
 
 
+def spectrum(x, axis):
+    return jnp.abs(jnp.fft.fft(x, axis=axis)) ** 2
+
+
+def solution(w, x):
+    return jnp.linalg.solve(w @ w.T + jnp.eye(3), x.T).T
+
+
+def solution_of_each(w, x):
+    rows = jnp.tanh(x @ w)
+    systems = rows[:, :, None] * rows[:, None] + jnp.eye(3)
+    return jnp.linalg.solve(systems, x[..., None])[..., 0]
+
+
 def image_loss(kernel, x):
     image = x.reshape(-1, 3, 1, 1) * jnp.ones((1, 3, 3, 1))
     numbers = ("NHWC", "HWIO", "NHWC")
@@ -112,6 +126,18 @@ EQUAL = {
         jax.lax.all_gather(x, "replica", tiled=True)
     ),
     "image": lambda w, x, y: pmean(jax.grad(image_loss)(jnp.ones((2, 2, 1, 4)), x)),
+    "spectrum of features": lambda w, x, y: pmean(
+        gradient(lambda w, x, y: spectrum(x @ w, 1).mean())(w, x, y)
+    ),
+    "real spectrum": lambda w, x, y: pmean(
+        gradient(lambda w, x, y: (jnp.fft.irfft(jnp.fft.rfft(x @ w), 3) ** 3).mean())(w, x, y)
+    ),
+    "systems": lambda w, x, y: pmean(
+        gradient(lambda w, x, y: (solution(w, x) ** 3).mean())(w, x, y)
+    ),
+    "a system of each row": lambda w, x, y: pmean(
+        gradient(lambda w, x, y: (solution_of_each(w, x) ** 3).mean())(w, x, y)
+    ),
     "noise of examples": lambda w, x, y: psum(
         (x * jax.vmap(lambda k: jax.random.normal(k, (3,)))(of_examples(x))).sum()
     ),
@@ -289,6 +315,8 @@ OTHERS = {
         Why.PART,
     ),
     "rounded": (lambda w, x, y: psum(jnp.floor(x.sum())), Why.PART),
+    "spectrum of rows": (lambda w, x, y: psum(spectrum(x, 0).sum()), Why.UNKNOWN),
+    "systems of parts": (lambda w, x, y: psum(solution(x.T @ x, w)), Why.PART),
     "sorted rows": (lambda w, x, y: psum(jnp.sort(x, 0)[0]), Why.UNKNOWN),
     "softmax of rows": (lambda w, x, y: psum(jax.nn.softmax(x, 0).sum()), Why.UNKNOWN),
     "mixed axes": (lambda w, x, y: psum(x.reshape(3, -1).max(1)), Why.UNKNOWN),

@@ -56,6 +56,7 @@ from mirror._src.jaxprs.relations import (
 )
 
 _ONE = Fraction(1)
+_SUMMED = (Kind.ZERO, Kind.SAME, Kind.ROWS, Kind.PART)
 _OPPOSITE = {Kind.MOST: Kind.LEAST, Kind.LEAST: Kind.MOST}
 _SCALED = frozenset({"abs", "max", "min", "reduce_max", "reduce_min", "reduce_window_max"})
 _COMPARING = frozenset({"eq", "ge", "gt", "le", "lt", "ne", "sign"})
@@ -70,6 +71,9 @@ def _elementwise(pair: Pair, xs: list[Relation]) -> Relation | None:
         return _uniform(pair, xs)
     if name in ADDITION:
         return _sum(pair, xs)
+    if name == "complex":
+        found = common(xs, pair.num_replicas)
+        return found if found is not None and found.kind in _SUMMED else None
     if name == "mul":
         return _counted(pair, xs) or _bilinear(pair, xs, None)
     if name == "div":
@@ -131,7 +135,7 @@ def _uniform(pair: Pair, xs: list[Relation]) -> Relation | None:
 
 def _sum(pair: Pair, xs: list[Relation]) -> Relation | None:
     found = common(xs, pair.num_replicas)
-    if found is not None and found.kind in (Kind.ZERO, Kind.SAME, Kind.ROWS, Kind.PART):
+    if found is not None and found.kind in _SUMMED:
         return found
     kinds = {x.kind for x in xs}
     (first, second) = xs

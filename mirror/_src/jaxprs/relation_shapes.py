@@ -10,6 +10,7 @@ from typing import Any
 from mirror._src.jaxprs.equations import jaxpr_of
 from mirror._src.jaxprs.primitives import MOVES, SCATTER, axis_after
 from mirror._src.jaxprs.relations import (
+    SAME,
     ZERO,
     Kind,
     Pair,
@@ -48,6 +49,24 @@ def _along_last(count: int) -> Rule:
         return _batched(xs, lambda axis: axis < last)
 
     return guarded(rule)
+
+
+def _fft(pair: Pair, xs: list[Relation]) -> Relation | None:
+    last = len(shape_of(pair.eqn.invars[0])) - len(pair.eqn.params["fft_lengths"])
+    return _batched(xs, lambda axis: axis < last, is_linear=True)
+
+
+def _triangular_solve(pair: Pair, xs: list[Relation]) -> Relation | None:
+    """The rule of the solution of systems, which is linear in the right-hand sides."""
+    matrix, sides = xs
+    ndim = len(shape_of(pair.eqn.invars[1]))
+    if matrix == SAME and sides.kind in (Kind.PART, Kind.SAME, Kind.ZERO):
+        return sides
+    if matrix == SAME and sides.kind is Kind.ROWS:  # each side is a column, or a row
+        is_side = sides.axis == ndim - (1 if pair.eqn.params["left_side"] else 2)
+        return sides if is_side or sides.axis < 0 else None
+    is_batch = matrix == rows(sides.axis) and sides.axis < ndim - 2
+    return sides if sides.kind is Kind.ROWS and is_batch else None
 
 
 def _batched(
@@ -362,7 +381,7 @@ def overwrites(pair: Pair) -> bool:
     return pair.name == "scatter" and (program is None or not jaxpr_of(program).eqns)
 
 
-_LAST_TWO = ("cholesky", "lu", "qr", "triangular_solve", "eigh", "svd")
+_LAST_TWO = ("cholesky", "lu", "qr", "eigh", "svd")
 RULES: dict[str, Rule] = {
     **dict.fromkeys(MOVES, guarded(_moved)),
     **dict.fromkeys(SCATTER, guarded(_scatter, "update_jaxpr")),
@@ -371,6 +390,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("reduce_window_min", "select_and_gather_add"), guarded(_window)),
     **dict.fromkeys(_LAST_TWO, _along_last(2)),
     "cumsum": _along("axis", is_linear=True),
+    "fft": guarded(_fft),
+    "triangular_solve": guarded(_triangular_solve),
     "sort": _along("dimension"),
     "top_k": _along("axis"),
     "select_and_scatter_add": guarded(_pooled),
