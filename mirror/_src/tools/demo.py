@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -18,7 +18,6 @@ from mirror._src.base import interrupts
 from mirror._src.base.errors import counted
 from mirror._src.base.optional import describe_missing
 from mirror._src.base.terminal import paint, wrap
-from mirror._src.data.arrays import ArrayDataset
 from mirror._src.devices import backend
 from mirror._src.devices.names import DeviceSpec
 from mirror._src.devices.resolve import canonicalize_replica_devices
@@ -30,7 +29,6 @@ from mirror._src.tools.common import (
     too_few_devices,
 )
 from mirror._src.tools.options import FAILED, USAGE_ERROR, OptionError, report_error
-from mirror.data import from_arrays
 
 _PACKAGES = ("sklearn", "matplotlib")  # of the extra `demo`
 SIDE = 8
@@ -40,28 +38,8 @@ _LEARNING_RATE = 0.1
 _RTOL = 1e-5
 
 
-@dataclass(frozen=True)
-class Digits:
-    """Images and their labels.
-
-    Attributes:
-        image: float32 of shape `(N, 8, 8, 1)`, from 0 to 1.
-        label: int32 of shape `(N,)`, from 0 to 9.
-    """
-
-    image: np.ndarray
-    label: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.label)
-
-    def batches(self, size: int, *, shuffle: bool = False, seed: int = 0) -> ArrayDataset:
-        """Returns global batches of all images; the last batch may be smaller.
-
-        With `shuffle`, every pass over them has a different order.
-        """
-        arrays = {"image": self.image, "label": self.label}
-        return from_arrays(arrays, size, shuffle=shuffle, seed=seed)
+Digits: TypeAlias = tuple[np.ndarray, np.ndarray]
+"""Images, float32 of shape `(N, 8, 8, 1)` from 0 to 1, and labels, int32 from 0 to 9."""
 
 
 def load() -> tuple[Digits, Digits]:
@@ -72,16 +50,9 @@ def load() -> tuple[Digits, Digits]:
     image = (pixels / 16).astype(np.float32).reshape(-1, SIDE, SIDE, 1)
     order = np.random.default_rng(0).permutation(len(label))
     test, train = (
-        Digits(image[rows], label[rows].astype(np.int32)) for rows in np.split(order, [_NUM_TEST])
+        (image[rows], label[rows].astype(np.int32)) for rows in np.split(order, [_NUM_TEST])
     )
     return train, test
-
-
-def loss_fn(model: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns the per-example losses, and whether each image is classified correctly."""
-    logits = model(batch["image"])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-    return losses, {"accuracy": logits.argmax(-1) == batch["label"]}
 
 
 def make_trainer(
@@ -90,7 +61,10 @@ def make_trainer(
     """Returns a trainer with a new model."""
     with strategy.scope():
         return mirror.Trainer(
-            CNN(SIDE, _FEATURES, options.seed), _optimizer(options, num_images), loss_fn
+            CNN(SIDE, _FEATURES, options.seed),
+            _optimizer(options, num_images),
+            "sparse_categorical_crossentropy",
+            metrics=["accuracy"],
         )
 
 
@@ -227,27 +201,30 @@ def train_and_check(options: argparse.Namespace) -> Outcome:
     if options.plot is not None:
         require_writable(options.plot)
     train, test = load()
+    num_train, num_test = len(train[0]), len(test[0])
     strategy = make_strategy(options)
     _print(_introduction(strategy, options))
     start = time.perf_counter()
-    trainer, untrained = (make_trainer(strategy, options, len(train)) for _ in range(2))
+    trainer, untrained = (make_trainer(strategy, options, num_train) for _ in range(2))
     interrupts.check()
     history = trainer.fit(
-        train.batches(options.batch_size, shuffle=True, seed=options.seed),
+        train,
         options.epochs,
-        validation_data=test.batches(options.batch_size),
+        batch_size=options.batch_size,
+        seed=options.seed,
+        validation_data=test,
     )
     seconds, accuracy = time.perf_counter() - start, history["val_accuracy"][-1]
     epochs = counted(options.epochs, "epoch")
-    _print(f"\ntrained on {len(train)} images for {epochs} in {seconds:.1f} s")
-    _print(f"test accuracy: {accuracy:.1%} ({round(accuracy * len(test))} of {len(test)})")
+    _print(f"\ntrained on {num_train} images for {epochs} in {seconds:.1f} s")
+    _print(f"test accuracy: {accuracy:.1%} ({round(accuracy * num_test)} of {num_test})")
     if options.plot is not None:
         history.plot(options.plot)
         _print(f"curves: {options.plot}")
     names = tuple(map(backend.logical_name, strategy.devices))
     is_equal = _check_equal(strategy, trainer)
     # A trained model's loss is close to zero and mostly rounding error, so a new model is compared.
-    step = _check_step(untrained, train.batches(options.batch_size))
+    step = _check_step(untrained, train, options.batch_size)
     return Outcome(names, accuracy, seconds, history, is_equal, step)
 
 
@@ -290,10 +267,10 @@ def _check_equal(strategy: mirror.Strategy, trainer: mirror.Trainer) -> bool:
     return True
 
 
-def _check_step(trainer: mirror.Trainer, batches: Any) -> StepCheck:
+def _check_step(trainer: mirror.Trainer, data: Digits, batch_size: int) -> StepCheck:
     """Checks that a step on all replicas equals a step of one device on the whole batch."""
     try:
-        report = trainer.verify(batches, rtol=_RTOL)
+        report = trainer.verify(data, batch_size=batch_size, rtol=_RTOL)
     except mirror.VerifyError as error:
         _print_check("same step as on one device", passed=False, details=f"\n{error}")
         return StepCheck(False, None, None)
