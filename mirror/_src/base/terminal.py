@@ -1,5 +1,6 @@
 """Text and tables for terminals and notebooks."""
 
+import abc
 import html
 import io
 import itertools
@@ -171,6 +172,34 @@ class Table:
         )
         rows = "".join(f"<tr>{cells}</tr>" for cells in body)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+class Report(abc.ABC):
+    """Base class of reports, which print as text, and render as HTML in notebooks."""
+
+    @property
+    @abc.abstractmethod
+    def heading(self) -> str:
+        """Summary in one line."""
+
+    @abc.abstractmethod
+    def _parts(self) -> Iterable[Table | list[str] | str]:
+        """Returns what follows the heading: tables, lists of sentences, and text in lines."""
+
+    def __repr__(self) -> str:
+        texts = ("\n".join(x) if isinstance(x, list) else str(x) for x in self._parts())
+        return wrap("\n\n".join([self.heading, *texts]))
+
+    def _repr_html_(self) -> str:
+        parts = [f"<b>{html.escape(self.heading)}</b>"]
+        for each in self._parts():
+            if isinstance(each, Table):
+                parts.append(each._repr_html_())
+            elif isinstance(each, list):
+                parts += [f"<p>{html.escape(sentence)}</p>" for sentence in each]
+            else:
+                parts.append(f"<pre>{html.escape(each)}</pre>")
+        return "".join(parts)
 
 
 def _unbroken(cell: str) -> str:

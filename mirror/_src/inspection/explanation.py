@@ -5,7 +5,6 @@ empty step rather than as the duration of `run`: on host devices, `run` may comp
 returns. Other baselines are the whole batch on one replica, and the collectives alone.
 """
 
-import html
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,7 +18,7 @@ from flax import nnx
 from mirror._src.base.errors import bytes_in_words, counted, first_line
 from mirror._src.base.naming import name_of
 from mirror._src.base.public_names import set_module
-from mirror._src.base.terminal import Table, new_figure, wrap
+from mirror._src.base.terminal import Report, Table, new_figure
 from mirror._src.base.types import Array, PyTree, StepFunction, is_numeric
 from mirror._src.devices.memory import memory_info
 from mirror._src.engine.agreement import require_same_call
@@ -74,7 +73,7 @@ _MEANING = {
 
 @set_module("mirror")
 @dataclass(frozen=True, repr=False)
-class Explanation:
+class Explanation(Report):
     """Measured parts of a step's time; `print` it, or display it in a notebook.
 
     The wall time of a step is measured in a loop like the user's, `next(data)` and then `run`. In
@@ -202,16 +201,8 @@ class Explanation:
         note = " (host devices share the machine's cores)" if self.on_host else ""
         return f"{self.speedup:.2f}, ideal {len(self.devices)}{note}"
 
-    def __repr__(self) -> str:
-        memory = f"{self.memory.table}\n\n{self.memory.advice}"
-        parts = [self.heading, self.verdict, str(self.table), str(self.facts), memory]
-        return wrap("\n\n".join(parts))
-
-    def _repr_html_(self) -> str:
-        heading, verdict = html.escape(self.heading), html.escape(self.verdict)
-        tables = self.table._repr_html_() + self.facts._repr_html_()
-        memory = f"{self.memory.table._repr_html_()}<p>{html.escape(self.memory.advice)}</p>"
-        return f"<b>{heading}</b><p>{verdict}</p>{tables}{memory}"
+    def _parts(self) -> list[Table | list[str] | str]:
+        return [[self.verdict], self.table, self.facts, self.memory.table, [self.memory.advice]]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the explanation as JSON values."""

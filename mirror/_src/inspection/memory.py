@@ -6,7 +6,6 @@ cases. Without arrays, shapes are counted with the shardings of the step's input
 """
 
 import enum
-import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from flax import nnx
 
 from mirror._src.base.errors import bytes_in_words, counted
 from mirror._src.base.naming import argument_names, keys
-from mirror._src.base.terminal import Table, wrap
+from mirror._src.base.terminal import Report, Table
 from mirror._src.base.types import num_bytes
 from mirror._src.devices import backend
 from mirror._src.devices.replicas import ReplicaDevices
@@ -87,7 +86,7 @@ class MemoryGroup:
 
 
 @dataclass(frozen=True, repr=False)
-class MemoryReport:
+class MemoryReport(Report):
     """Memory of a step in bytes per device; `print` it, or display it in a notebook.
 
     Attributes:
@@ -214,14 +213,8 @@ class MemoryReport:
             )
         return notes
 
-    def __repr__(self) -> str:
-        notes = "\n".join(self.notes)
-        return wrap("\n\n".join([self.heading, str(self.table), self.advice, notes]))
-
-    def _repr_html_(self) -> str:
-        heading, advice = html.escape(self.heading), html.escape(self.advice)
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
-        return f"<b>{heading}</b>{self.table._repr_html_()}<p>{advice}</p>{notes}"
+    def _parts(self) -> list[Table | list[str] | str]:
+        return [self.table, [self.advice], self.notes]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as JSON values."""

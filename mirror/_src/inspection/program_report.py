@@ -1,7 +1,6 @@
 """`strategy.inspect`: reports which values of a step are mirrored, and its collectives."""
 
 import functools
-import html
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from jax.extend.core import JaxprEqn
 
 from mirror._src.base.errors import bytes_in_words, counted, describe
 from mirror._src.base.public_names import set_module
-from mirror._src.base.terminal import Table, wrap
+from mirror._src.base.terminal import Report, Table
 from mirror._src.base.types import Array, StepFunction, num_bytes
 from mirror._src.engine.arguments import Call
 from mirror._src.engine.plan import LeafOutcome
@@ -171,7 +170,7 @@ class ValueRow:
 
 @set_module("mirror")
 @dataclass(frozen=True, repr=False)
-class ProgramReport:
+class ProgramReport(Report):
     """Result of `strategy.inspect`; `print` it, or display it in a notebook.
 
     Attributes:
@@ -247,24 +246,14 @@ class ProgramReport:
         rows = [(row.name, row.value, row.state, row.why) for row in self.sharding]
         return Table(("array", "full shape", "state", "reason"), rows)
 
-    def __repr__(self) -> str:
-        communication = (
-            str(self.collectives_table) if self.collectives else "The step has no collectives."
-        )
-        sharded = [f"shard: {self.shard}"] if self.shard else []
-        sharded += [str(self.sharding_table)] if self.sharding else []
-        parts = [self.heading, str(self.values_table), *sharded, communication, *self.problems]
-        return wrap("\n\n".join(parts))
-
-    def _repr_html_(self) -> str:
-        parts = [f"<b>{html.escape(self.heading)}</b>", self.values_table._repr_html_()]
+    def _parts(self) -> Iterator[Table | list[str] | str]:
+        yield self.values_table
         if self.shard:
-            parts.append(html.escape(f"shard: {self.shard}"))
+            yield [f"shard: {self.shard}"]
         if self.sharding:
-            parts.append(self.sharding_table._repr_html_())
-        if self.collectives:
-            parts.append(self.collectives_table._repr_html_())
-        return "".join([*parts, *(f"<pre>{html.escape(text)}</pre>" for text in self.problems)])
+            yield self.sharding_table
+        yield self.collectives_table if self.collectives else ["The step has no collectives."]
+        yield from self.problems
 
 
 def describe_program(

@@ -9,7 +9,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -18,7 +18,7 @@ import jax
 
 from mirror._src.base import interrupts
 from mirror._src.base.errors import counted
-from mirror._src.base.terminal import Table, new_figure, wrap
+from mirror._src.base.terminal import Report, Table, new_figure
 from mirror._src.devices import backend
 from mirror._src.engine.arguments import hoist_nested
 from mirror._src.engine.per_replica import is_per_replica
@@ -80,8 +80,8 @@ class Row:
         return None if self.num_examples is None else self.num_examples / self.ms * 1e3
 
 
-@dataclass(frozen=True)
-class Scaling:
+@dataclass(frozen=True, repr=False)
+class Scaling(Report):
     """Measurements of a step on increasing numbers of devices.
 
     Attributes:
@@ -170,12 +170,11 @@ class Scaling:
         reports = [row.memory for row in self.rows if row.memory is not None]
         return memory_table(reports) if reports else None
 
-    def __str__(self) -> str:
-        memory = self.memory_table
-        parts = [self.heading, str(self.table), "\n".join(self.notes)]
-        if memory is not None:
-            parts.append(f"bytes per device:\n{memory}")
-        return wrap("\n\n".join(parts))
+    def _parts(self) -> Iterator[Table | list[str] | str]:
+        yield self.table
+        yield self.notes
+        if self.memory_table is not None:
+            yield f"bytes per device:\n{self.memory_table}"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the results as numbers, text and lists, for JSON."""

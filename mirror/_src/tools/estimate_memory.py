@@ -17,7 +17,7 @@ from flax import nnx
 
 from mirror._src.base import interrupts
 from mirror._src.base.errors import bytes_in_words, counted, describe
-from mirror._src.base.terminal import Table, wrap
+from mirror._src.base.terminal import Report, Table
 from mirror._src.base.tracebacks import is_users, place
 from mirror._src.base.types import Shard, StepFunction
 from mirror._src.data.batches import shape_on_devices
@@ -235,8 +235,8 @@ class Row:
     allocated_bytes: int
 
 
-@dataclass(frozen=True)
-class Estimate:
+@dataclass(frozen=True, repr=False)
+class Estimate(Report):
     """Bytes per device of a step that was not executed.
 
     Attributes:
@@ -282,11 +282,10 @@ class Estimate:
             )
         return notes
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[Table | list[str] | str]:
         last = self.reports[-1]
         on = counted(len(last.devices), "device")
-        detail = f"on {on}:\n{last.table}\n\n{last.advice}"
-        return wrap("\n\n".join([self.heading, str(self.table), detail, "\n".join(self.notes)]))
+        return [self.table, f"on {on}:\n{last.table}", [last.advice], self.notes]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the estimate as numbers, text and lists, for JSON."""
