@@ -705,10 +705,10 @@ def compiled_step(
     donate_argnums: tuple[int, ...] = (),
 ) -> jax.stages.Compiled:
     """The program of a step for devices that only compile, made as for `mirror estimate-memory`."""
-    step, args, types, _ = estimate_memory.without_arrays(
+    step, args, _ = estimate_memory.without_arrays(
         "the step", lambda each: workload._custom("the step", make, each, False), strategy
     )
-    examined = strategy._runner.examined_without_arrays(step, args, types, donate_argnums)
+    examined = strategy._runner.examined_without_arrays(step, args, donate_argnums)
     assert examined.lowered is not None, "the step runs as one program"
     return examined.lowered.compile()
 

@@ -232,6 +232,17 @@ def _result_tree(step: ReplicaFunction, plan: Plan) -> Any:
     return jax.tree.structure(step.out_tree.unflatten(slots))
 
 
+class StandIn(np.ndarray):
+    """Host array that takes no memory, in place of an array that does not exist.
+
+    Attributes:
+        declared: Shape and dtype of the array. In a `PerReplica`, the shape is
+            `(num_replicas, *shape)`.
+    """
+
+    declared: jax.ShapeDtypeStruct
+
+
 class ExaminedStep(NamedTuple):
     """A call that is ready to run.
 

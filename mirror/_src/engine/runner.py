@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -41,7 +41,13 @@ from mirror._src.engine.executor import Executor, SignatureChanged
 from mirror._src.engine.host_values import HostValues
 from mirror._src.engine.mesh import outside_traces
 from mirror._src.engine.nnx.record import ObjectTable, Record
-from mirror._src.engine.program import ExaminedStep, StepProgram, examine, require_no_escaped_arrays
+from mirror._src.engine.program import (
+    ExaminedStep,
+    StandIn,
+    StepProgram,
+    examine,
+    require_no_escaped_arrays,
+)
 from mirror._src.engine.replica_context import ReplicaGroup
 from mirror._src.engine.replica_function import (
     Identity,
@@ -274,27 +280,20 @@ class Runner:
         self,
         fn: StepFunction,
         args: Sequence[Any],
-        types: Mapping[int, jax.ShapeDtypeStruct],
         donate_argnums: tuple[int, ...] = (),
     ) -> ExaminedStep:
         """Returns a call and its program for arrays that do not exist, without allocating them.
 
         Args:
             fn: The step function.
-            args: Arguments of the step. Host arrays represent the arrays that do not exist, also in
-                the variables of nnx objects.
-            types: Shape and dtype of each array that does not exist, by the `id` of the host array
-                that represents it. In a `PerReplica`, the shape is `(num_replicas, *shape)`.
+            args: Arguments of the step, with a `StandIn` for each array that does not exist, also
+                in the variables of nnx objects.
             donate_argnums: As in `run`.
 
         Raises:
             ArrayEscapedError: If the step uses an array that does not exist and that is not one of
                 its arguments.
         """
-
-        def type_of(leaf: Any) -> jax.ShapeDtypeStruct:
-            declared = types.get(id(leaf))
-            return abstract(leaf) if declared is None else declared
 
         def attempt() -> ExaminedStep:
             objects, tree = hoist_nested(args, {})
@@ -309,7 +308,8 @@ class Runner:
                 *(call.structure.is_own if call.structure is not None else ()),
                 *(i in layout.per_replica for i in range(len(layout.dynamic))),
             ]
-            avals = list(map(type_of, [*state, *layout.dynamic_leaves(leaves)]))
+            values = [*state, *layout.dynamic_leaves(leaves)]
+            avals = [x.declared if isinstance(x, StandIn) else abstract(x) for x in values]
             rows = [abstract_row(x) if o else x for x, o in zip(avals, own, strict=True)]
             traced = self._trace(call, tuple(rows))
             require_no_escaped_arrays(traced)

@@ -20,7 +20,6 @@ from mirror._src.base.errors import bytes_in_words, counted, describe
 from mirror._src.base.terminal import Report, Table
 from mirror._src.base.tracebacks import is_users, place
 from mirror._src.base.types import Shard, StepFunction
-from mirror._src.data.batches import shape_on_devices
 from mirror._src.data.source import DistributedDatasetBase
 from mirror._src.devices import backend
 from mirror._src.devices.described import GpuCompilerError, described_gpus
@@ -29,10 +28,10 @@ from mirror._src.engine.all_reduce import AllReduce
 from mirror._src.engine.arguments import hoist_nested
 from mirror._src.engine.closures import STORED, referenced_variables
 from mirror._src.engine.per_replica import per_replica
-from mirror._src.engine.program import ArrayEscapedError
+from mirror._src.engine.program import ArrayEscapedError, StandIn
 from mirror._src.inspection.measurement import with_objects
 from mirror._src.inspection.memory import MemoryReport, memory_report, memory_table
-from mirror._src.jaxprs.trace import abstract, struct_of
+from mirror._src.jaxprs.trace import struct_of
 from mirror._src.strategy.mirrored import MirroredStrategy
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.tools.common import (
@@ -61,15 +60,12 @@ class AbstractWorkload(NamedTuple):
 
     Attributes:
         step: The step.
-        args: Its arguments, including the batch. Arrays are replaced by host arrays that take no
-            memory (stand-ins).
-        types: Type of each array, by the `id` of its stand-in.
+        args: Its arguments, including the batch, with a `StandIn` for each array.
         allocated_bytes: Bytes of the device arrays that were allocated nevertheless.
     """
 
     step: StepFunction
     args: tuple[Any, ...]
-    types: dict[int, jax.ShapeDtypeStruct]
     allocated_bytes: int
 
 
@@ -91,14 +87,13 @@ def without_arrays(text: str, make: MakeWorkload, strategy: Strategy) -> Abstrac
     with strategy.scope(), _explained(text):
         structs = jax.eval_shape(lambda: traced.take(make(strategy)))
     _require_no_captured_variables(text, traced.workload.step)
-    types: dict[int, jax.ShapeDtypeStruct] = {}
-    args = traced.arguments(structs, types)
+    args = traced.arguments(structs)
     data = traced.workload.data
     if data is not None:
         assert isinstance(data, DistributedDatasetBase), "a workload's data are distributed"
-        args = (*args, jax.tree.map(lambda s: per_replica(_stand_in(s, types)), data.element_spec))
+        args = (*args, jax.tree.map(lambda s: per_replica(_stand_in(s)), data.element_spec))
     allocated = sum(a.nbytes for a in jax.live_arrays() if id(a) not in before)
-    return AbstractWorkload(traced.workload.step, args, types, allocated)
+    return AbstractWorkload(traced.workload.step, args, allocated)
 
 
 class _TracedWorkload:
@@ -124,13 +119,11 @@ class _TracedWorkload:
         self._leaves += state_leaves
         return [leaf for leaf in self._leaves if isinstance(leaf, jax.core.Tracer)]
 
-    def arguments(self, structs: list[Any], types: dict[int, Any]) -> tuple[Any, ...]:
+    def arguments(self, structs: list[Any]) -> tuple[Any, ...]:
         """Rebuilds the workload's arguments, with stand-ins for the arrays."""
         rest = iter(structs)
         leaves = [
-            _stand_in(next(rest), types)
-            if isinstance(leaf, jax.core.Tracer)
-            else _known(leaf, types)
+            _stand_in(next(rest)) if isinstance(leaf, jax.core.Tracer) else leaf
             for leaf in self._leaves
         ]
         state = jax.tree.unflatten(self._state_def, leaves[self._num_args :])
@@ -140,22 +133,13 @@ class _TracedWorkload:
         return args
 
 
-def _stand_in(struct: Any, types: dict[int, Any]) -> np.ndarray:
+def _stand_in(struct: Any) -> StandIn:
     """Returns a host array of the same shape whose elements share one element of memory."""
     is_key = jax.dtypes.issubdtype(struct.dtype, jax.dtypes.extended)
     dtype = np.dtype(np.uint8) if is_key else struct.dtype
-    array = np.broadcast_to(np.zeros((), dtype), struct.shape)
-    types[id(array)] = struct_of(struct)
+    array = np.broadcast_to(np.zeros((), dtype), struct.shape).view(StandIn)
+    array.declared = struct_of(struct)
     return array
-
-
-def _known(leaf: Any, types: dict[int, Any]) -> Any:
-    """Returns a leaf that is not a tracer, and records its type on the devices."""
-    if isinstance(leaf, np.ndarray | np.generic):
-        types[id(leaf)] = shape_on_devices(leaf.shape, leaf.dtype)
-    elif isinstance(leaf, jax.Array):
-        types[id(leaf)] = abstract(leaf)
-    return leaf
 
 
 @contextlib.contextmanager
@@ -316,11 +300,9 @@ def estimate_row(
         WorkloadError: If `make` or its step reads the value of an array.
         ReplicaDivergenceError: If `strategy.run` would raise it.
     """
-    step, args, types, allocated = without_arrays(text, make, strategy)
+    step, args, allocated = without_arrays(text, make, strategy)
     with escapes_explained(text):
-        examined = strategy._runner.examined_without_arrays(
-            step, args, types, tuple(donate_argnums)
-        )
+        examined = strategy._runner.examined_without_arrays(step, args, tuple(donate_argnums))
     return Row(memory_report(examined, strategy._replicas), allocated)
 
 
