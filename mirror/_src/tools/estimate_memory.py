@@ -42,7 +42,7 @@ from mirror._src.tools.common import (
     too_few_devices,
 )
 from mirror._src.tools.options import USAGE_ERROR, OptionError, report_error
-from mirror._src.tools.workload import MakeWorkload, Workload, WorkloadError, workload_of
+from mirror._src.tools.workload import MakeWorkload, WorkloadError, workload_of
 
 # Raised by JAX if a value is read while tracing: as a number, a flag, an index or a NumPy array.
 _VALUE_READ_ERRORS = (
@@ -83,54 +83,36 @@ def without_arrays(text: str, make: MakeWorkload, strategy: Strategy) -> Abstrac
             variables which are not among its arguments.
     """
     before = set(map(id, jax.live_arrays()))
-    traced = _TracedWorkload()
-    with strategy.scope(), _explained(text):
-        structs = jax.eval_shape(lambda: traced.take(make(strategy)))
-    _require_no_captured_variables(text, traced.workload.step)
-    args = traced.arguments(structs)
-    data = traced.workload.data
-    if data is not None:
-        assert isinstance(data, DistributedDatasetBase), "a workload's data are distributed"
-        args = (*args, jax.tree.map(lambda s: per_replica(_stand_in(s)), data.element_spec))
-    allocated = sum(a.nbytes for a in jax.live_arrays() if id(a) not in before)
-    return AbstractWorkload(traced.workload.step, args, allocated)
+    made: list[Any] = []
 
-
-class _TracedWorkload:
-    """A workload made inside a trace, whose arrays are tracers, which are useless outside it."""
-
-    workload: Workload
-
-    def take(self, workload: Workload) -> list[Any]:
-        """Flattens a workload; returns its tracers."""
-        self.workload = workload
+    def in_trace() -> list[Any]:
+        """Makes the workload; returns its tracers, which are useless outside."""
+        workload = make(strategy)
         objects, tree = hoist_nested(workload.args, {})
-        self._leaves, self._treedef = jax.tree.flatten(tree)
-        for leaf in self._leaves:
+        graphdef, state = nnx.split(tuple(objects))
+        leaves, treedef = jax.tree.flatten((tree, state))
+        for leaf in leaves:
             if isinstance(leaf, UnstackedArrays):
                 raise WorkloadError(
                     f"The arguments contain {describe(leaf)}, whose values do not form one "
                     "array. Pass values of equal shape, on devices of one type."
                 )
-        self._graphdef: Any
-        self._graphdef, state = nnx.split(tuple(objects))
-        state_leaves, self._state_def = jax.tree.flatten(state)
-        self._num_args = len(self._leaves)
-        self._leaves += state_leaves
-        return [leaf for leaf in self._leaves if isinstance(leaf, jax.core.Tracer)]
+        made.extend((workload, graphdef, leaves, treedef))
+        return [leaf for leaf in leaves if isinstance(leaf, jax.core.Tracer)]
 
-    def arguments(self, structs: list[Any]) -> tuple[Any, ...]:
-        """Rebuilds the workload's arguments, with stand-ins for the arrays."""
-        rest = iter(structs)
-        leaves = [
-            _stand_in(next(rest)) if isinstance(leaf, jax.core.Tracer) else leaf
-            for leaf in self._leaves
-        ]
-        state = jax.tree.unflatten(self._state_def, leaves[self._num_args :])
-        objects = nnx.merge(self._graphdef, state)
-        tree = jax.tree.unflatten(self._treedef, leaves[: self._num_args])
-        args, _ = with_objects(tree, list(objects))
-        return args
+    with strategy.scope(), _explained(text):
+        structs = iter(jax.eval_shape(in_trace))
+    (step, _, data), graphdef, leaves, treedef = made
+    _require_no_captured_variables(text, step)
+    tree, state = treedef.unflatten(
+        _stand_in(next(structs)) if isinstance(leaf, jax.core.Tracer) else leaf for leaf in leaves
+    )
+    args, _ = with_objects(tree, list(nnx.merge(graphdef, state)))
+    if data is not None:
+        assert isinstance(data, DistributedDatasetBase), "a workload's data are distributed"
+        args = (*args, jax.tree.map(lambda s: per_replica(_stand_in(s)), data.element_spec))
+    allocated = sum(a.nbytes for a in jax.live_arrays() if id(a) not in before)
+    return AbstractWorkload(step, args, allocated)
 
 
 def _stand_in(struct: Any) -> StandIn:
