@@ -29,6 +29,12 @@ bench_module, workload = inside.bench()
 workload_of = workload.workload_of
 _, OptionError = inside.launcher()
 
+_, reports, _ = inside.memory_estimates()
+EXPLAINED = types.SimpleNamespace(
+    bound="compute",
+    verdict="compute-bound: good.",
+    memory=reports.MemoryReport("it", ("/device:CPU:0",), 1, "cpu", False, (), 0, 0),
+)
 OWN = (fresh.PROGRAMS / "bench_steps.py").read_text()
 
 
@@ -46,8 +52,7 @@ def own(tmp_path, monkeypatch):
 @pytest.fixture
 def unexplained(monkeypatch):
     """Replaces `explain`, which other tests cover and which takes time."""
-    found = types.SimpleNamespace(bound="compute", verdict="compute-bound: good.", memory=None)
-    monkeypatch.setattr(mirror.Strategy, "explain", lambda *args, **kwargs: found)
+    monkeypatch.setattr(mirror.Strategy, "explain", lambda *args, **kwargs: EXPLAINED)
 
 
 def interrupted() -> tuple[int, str, list[str]]:
@@ -170,7 +175,7 @@ def test_batch_is_repeated_as_often_as_requested():
 
 def test_step_without_a_batch_is_measured_by_time_only(own, unexplained, capsys):
     assert bench(f"{own}:alike", "--devices", "2", "--steps", "1") == 0
-    heading, table, _ = capsys.readouterr().out.split("\n\n")
+    heading, table, *_ = capsys.readouterr().out.split("\n\n")
     assert_message(heading, names=[f"{own}:alike", "strong"], values=1, fix="batch")
     assert_message(table.splitlines()[0], values=2)  # against which count of devices
     assert re.split(r"  +", table.splitlines()[1])[3] == "unknown"
@@ -350,7 +355,7 @@ def test_rounds_interleave_all_device_counts():
 
 def row(count: int, examples: int | None, *secs: float):
     names = tuple(f"/device:CPU:{i}" for i in range(count))
-    return bench_module.Row(names, examples, secs, "compute", "compute-bound: good.")
+    return bench_module.Row(names, examples, secs, EXPLAINED)
 
 
 SPEEDUPS = {

@@ -9,7 +9,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -22,8 +22,9 @@ from mirror._src.base.terminal import Report, Table, new_figure
 from mirror._src.devices import backend
 from mirror._src.engine.arguments import hoist_nested
 from mirror._src.engine.per_replica import is_per_replica
+from mirror._src.inspection.explanation import Explanation
 from mirror._src.inspection.measurement import Batches, in_turns, quartiles, variables_of, wait
-from mirror._src.inspection.memory import MemoryReport, memory_table
+from mirror._src.inspection.memory import memory_table
 from mirror._src.strategy.mirrored import MirroredStrategy
 from mirror._src.strategy.strategy import Strategy
 from mirror._src.tools.common import (
@@ -51,17 +52,13 @@ class Row:
         devices: Names of the devices.
         num_examples: Size of the global batch; `None` if no batch is split across the replicas.
         secs: Seconds per step in every round.
-        bound: The most expensive part of the step, according to `strategy.explain`.
-        verdict: A sentence that says what to change.
-        memory: Bytes per device; `None` if not measured.
+        explanation: The report of `strategy.explain`.
     """
 
     devices: tuple[str, ...]
     num_examples: int | None
     secs: tuple[float, ...]
-    bound: str
-    verdict: str
-    memory: MemoryReport | None = None
+    explanation: Explanation
 
     @property
     def ms(self) -> float:
@@ -149,14 +146,14 @@ class Scaling(Report):
             "unknown" if rate is None else f"{rate:.0f}",
             f"{self.speedup(row):.2f}",
             f"{self.efficiency(row):.0%}",
-            f"{row.bound}-bound",
+            f"{row.explanation.bound}-bound",
         )
 
     @property
     def notes(self) -> list[str]:
         """Sentences that explain the figures."""
         last = self.rows[-1]
-        notes = [f"On {len(last.devices)} devices: {last.verdict}"]
+        notes = [f"On {len(last.devices)} devices: {last.explanation.verdict}"]
         if self.on_host and len(last.devices) > 1:
             notes.append(
                 f"Host devices share the {os.cpu_count()} cores of this machine, so adding devices "
@@ -165,16 +162,12 @@ class Scaling(Report):
         return notes
 
     @property
-    def memory_table(self) -> Table | None:
-        """Bytes per device, one row per number of devices; `None` if not measured."""
-        reports = [row.memory for row in self.rows if row.memory is not None]
-        return memory_table(reports) if reports else None
+    def memory_table(self) -> Table:
+        """Bytes per device, one row per number of devices."""
+        return memory_table([row.explanation.memory for row in self.rows])
 
-    def _parts(self) -> Iterator[Table | list[str] | str]:
-        yield self.table
-        yield self.notes
-        if self.memory_table is not None:
-            yield f"bytes per device:\n{self.memory_table}"
+    def _parts(self) -> list[Table | list[str] | str]:
+        return [self.table, self.notes, f"bytes per device:\n{self.memory_table}"]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the results as numbers, text and lists, for JSON."""
@@ -198,9 +191,9 @@ class Scaling(Report):
             "speedup": self.speedup(row),
             "speedup_quartiles": list(quartiles(self.speedups(row))),
             "efficiency": self.efficiency(row),
-            "bound": row.bound,
-            "verdict": row.verdict,
-            "memory": None if row.memory is None else row.memory.to_dict(),
+            "bound": row.explanation.bound,
+            "verdict": row.explanation.verdict,
+            "memory": row.explanation.memory.to_dict(),
         }
 
     def plot(self, file: str | Path | None = None) -> Any:
@@ -282,15 +275,7 @@ class Candidate:
         steps = min(_MOST_EXPLAINED_STEPS, max(len(secs), 2))
         explanation = self.strategy.explain(step, args, data=data, steps=steps)
         names = tuple(map(backend.logical_name, self.strategy.devices))
-        examples = sum(self.sizes) or None
-        return Row(
-            names,
-            examples,
-            tuple(secs),
-            explanation.bound,
-            explanation.verdict,
-            explanation.memory,
-        )
+        return Row(names, sum(self.sizes) or None, tuple(secs), explanation)
 
     def _arguments(self) -> tuple[Any, ...]:
         return (*self._workload.args, *self._batches.take())
