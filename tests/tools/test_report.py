@@ -20,7 +20,13 @@ DEVICES = {
         {"name": "CPU:0", "what": "x86_64, 2 cores", "memory_bytes": 2**30, "visible": True},
         {"name": "GPU:0", "what": "H100", "memory_bytes": None, "visible": False},
     ],
-    "logical": [{"name": "/device:CPU:0", "physical": "CPU:0", "memory_limit": None}],
+    "logical": [
+        {"name": "CPU:0", "physical": "CPU:0", "device_type": "CPU", "memory_limit": None},
+        {
+            **{"name": "GPU:0", "physical": "GPU:0", "device_type": "GPU"},
+            **{"memory_current": 2**20, "memory_limit": 2**30},
+        },
+    ],
     "configuration": [{"setting": "host devices", "value": "4", "why": "JAX_X=4, set by you"}],
     "versions": {"backend": "cpu"},
     "notes": ["JAX does not use GPU:0."],
@@ -47,7 +53,9 @@ def test_report_is_one_block_of_markdown(capsys):
     for row in (
         "| jax | 0.10.2 |",
         "| CPU:0 | x86_64, 2 cores | 1.0 GiB | yes |",
-        "| GPU:0 | H100 |  | no |",
+        "| GPU:0 | H100 | unknown | no |",
+        "| CPU:0 | CPU:0 | not counted |",
+        "| GPU:0 | GPU:0 | 1.0 MiB of 1.0 GiB |",
         "| host devices | 4 | JAX_X=4, set by you |",
         "| JAX_COMPILATION_CACHE_DIR | ~/cache |",
         "**Note:** JAX does not use GPU:0.",

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+from collections.abc import Mapping
 from typing import Any
 
 from mirror._src.base.errors import bytes_in_words
@@ -56,8 +57,8 @@ def inventory() -> dict[str, Any]:
     }
 
 
-def format_inventory(devices: dict[str, Any]) -> str:
-    """Returns the inventory as text for a terminal."""
+def tables(devices: Mapping[str, Any]) -> list[Table]:
+    """Returns the tables of an inventory: physical devices, logical devices and settings."""
     physical = Table(
         ("physical device", "description", "memory", "visible"),
         (
@@ -73,9 +74,14 @@ def format_inventory(devices: dict[str, Any]) -> str:
         ("setting", "value", "origin"),
         ((c["setting"], c["value"], c["why"]) for c in devices["configuration"]),
     )
+    return [physical, logical, configuration]
+
+
+def format_inventory(devices: dict[str, Any]) -> str:
+    """Returns the inventory as text for a terminal."""
     versions = Table(("package", "version"), list(devices["versions"].items()))
     notes = "\n".join(f"Note: {note}" for note in devices["notes"])
-    parts = [repr(physical), repr(logical), repr(configuration), repr(versions), notes]
+    parts = [*map(repr, tables(devices)), repr(versions), notes]
     return wrap("\n\n".join(filter(None, parts)))
 
 

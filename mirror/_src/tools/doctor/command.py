@@ -15,9 +15,9 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from mirror._src.base import interrupts
-from mirror._src.base.errors import bytes_in_words
 from mirror._src.base.optional import version_of
 from mirror._src.base.terminal import paint
+from mirror._src.tools.devices import tables
 from mirror._src.tools.doctor.check import COLORS, Check, summary, worst
 from mirror._src.tools.doctor.environment import (
     check_environment,
@@ -308,23 +308,11 @@ def _components(versions: Mapping[str, str]) -> list[tuple[str, str]]:
 def _devices(devices: Mapping[str, Any] | str) -> Iterable[str]:
     if isinstance(devices, str):
         return [f"**Devices:** {_cell(devices)}"]
-    physical = [
-        (d["name"], d["what"], _size(d["memory_bytes"]), "yes" if d["visible"] else "no")
-        for d in devices["physical"]
-    ]
-    logical = [(d["name"], d["physical"], _size(d["memory_limit"])) for d in devices["logical"]]
-    settings = [(c["setting"], c["value"], c["why"]) for c in devices["configuration"]]
     return [
         f"**Backend:** {_cell(devices['versions']['backend'])}",
-        _table(("physical device", "description", "memory", "visible"), physical),
-        _table(("logical device", "physical device", "memory limit"), logical),
-        _table(("setting", "value", "origin"), settings),
+        *(_table(table.headings, table.rows) for table in tables(devices)),
         *(f"**Note:** {_cell(note)}" for note in devices["notes"]),
     ]
-
-
-def _size(num_bytes: int | None) -> str:
-    return "" if num_bytes is None else bytes_in_words(num_bytes)
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
