@@ -34,6 +34,7 @@ from mirror._src.inspection.measurement import (
     gathered,
     idle_times,
     in_a_loop,
+    is_whole,
     placed_on,
     restore,
     variables_of,
@@ -278,14 +279,11 @@ def empty_trial(scratch: Runner, trial: Trial, batch: tuple[PyTree, ...]) -> Tri
         return [jnp.zeros(1)] * trial.num_results
 
     step.__name__ = "empty_step"
-    args, kwargs = trial.arguments(batch)
-    hoisted = hoist_nested(args, kwargs)
-    objects = copy_of(hoisted.objects)
-    for variable in variables_of(objects):
+    empty = Trial(scratch, step, *trial.arguments(batch))
+    for variable in empty.variables:
         value = variable.get_raw_value()
         variable.set_raw_value(jax.tree.map(small, value, is_leaf=is_per_replica))
-    tree = jax.tree.map(small, hoisted.tree, is_leaf=is_per_replica)
-    empty = Trial(scratch, step, *with_objects(tree, objects))
+    empty.tree = jax.tree.map(small, empty.tree, is_leaf=is_whole)
     empty.warm_up(())
     return empty
 
