@@ -30,15 +30,20 @@ def report_step_failure(command: str, step: str, error: Exception) -> int:
     return report_error(command, message, FAILED)
 
 
-def require_writable(file: Path) -> None:
+def require_writable(file: Path, feature: str = "This feature", extra: str = "train") -> None:
     """Rejects a `--plot` file that cannot be written, before any work is done.
+
+    Args:
+        file: The file.
+        feature: What needs matplotlib, for the message.
+        extra: The extra of the package that installs it.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
         OptionError: If the format is unknown, the directory does not exist, or the file cannot be
             opened.
     """
-    figure = require("matplotlib.figure").Figure()
+    figure = require("matplotlib.figure", feature, extra).Figure()
     formats = figure.canvas.get_supported_filetypes()
     if file.suffix[1:].lower() not in formats:
         raise OptionError(

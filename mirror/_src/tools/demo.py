@@ -16,7 +16,7 @@ import optax
 import mirror
 from mirror._src.base import interrupts
 from mirror._src.base.errors import counted
-from mirror._src.base.optional import describe_missing
+from mirror._src.base.optional import require
 from mirror._src.base.terminal import paint, wrap
 from mirror._src.devices import backend
 from mirror._src.devices.names import DeviceSpec
@@ -30,7 +30,8 @@ from mirror._src.tools.common import (
 )
 from mirror._src.tools.options import FAILED, USAGE_ERROR, OptionError, report_error
 
-_PACKAGES = ("sklearn", "matplotlib")  # of the extra `demo`
+_FEATURE = "mirror demo", "demo"  # and its extra
+_PACKAGES = ("sklearn", "matplotlib")
 SIDE = 8
 _NUM_TEST = 360
 _FEATURES = (32, 64)
@@ -44,9 +45,8 @@ Digits: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 def load() -> tuple[Digits, Digits]:
     """Returns 1437 training images and 360 test images, always the same ones."""
-    from sklearn.datasets import load_digits  # the extra `demo` installs it
-
-    pixels, label = load_digits(return_X_y=True)
+    datasets = require("sklearn.datasets", *_FEATURE)
+    pixels, label = datasets.load_digits(return_X_y=True)
     image = (pixels / 16).astype(np.float32).reshape(-1, SIDE, SIDE, 1)
     order = np.random.default_rng(0).permutation(len(label))
     test, train = (
@@ -126,13 +126,9 @@ def run(parsed: argparse.Namespace) -> int:
     try:
         with contextlib.redirect_stdout(sys.stderr if parsed.json else sys.stdout):
             outcome = train_and_check(parsed)
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in _PACKAGES:
+    except (OptionError, ModuleNotFoundError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name not in _PACKAGES:
             raise
-        message = describe_missing(missing, "mirror demo", "demo")
-        return report_error("demo", message, USAGE_ERROR)
-    except OptionError as error:
         return report_error("demo", str(error), USAGE_ERROR)
     if parsed.json:
         print(json.dumps(outcome.to_dict(), indent=2))
@@ -199,7 +195,7 @@ def train_and_check(options: argparse.Namespace) -> Outcome:
         OptionError: If this machine cannot satisfy an option.
     """
     if options.plot is not None:
-        require_writable(options.plot)
+        require_writable(options.plot, *_FEATURE)
     train, test = load()
     num_train, num_test = len(train[0]), len(test[0])
     strategy = make_strategy(options)
