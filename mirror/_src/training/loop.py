@@ -61,7 +61,6 @@ class FitLoop:
     def __init__(
         self,
         trainer: "Trainer[Any]",
-        runner: StepRunner,
         epochs: int,
         position: Position,
         data: PaddedDataset,
@@ -84,7 +83,8 @@ class FitLoop:
         self.thread = threading.get_ident()
         self.last_batch: PaddedBatch | None = None
         self.is_complete = False
-        self._runner, self._validate = runner, validate
+        self._runner: StepRunner = trainer._runner
+        self._validate = validate
         self._limit = steps_per_epoch
         self._stream = Stream(data)
         ordered = sorted(callbacks, key=lambda c: (c.runs_last, not c.adds))
@@ -227,7 +227,7 @@ class FitLoop:
         for monitor in self._monitors:
             monitor.require_validation(self)
         with Closing() as at_end:
-            if self.trainer.strategy._spans_processes:
+            if self.trainer._local._spans_processes:
                 self._agreed_stop = AgreedStop()
                 at_end.add("ending the agreement", self._agreed_stop.close)
                 interrupts.redirect(self._note_signal)

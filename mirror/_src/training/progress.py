@@ -84,18 +84,14 @@ class MetricAccumulator:
         return None
 
     def collect(
-        self, *, running: int = 0, then: Callable[[StepMetrics], None] = lambda _: None
-    ) -> list[StepMetrics]:
+        self, *, running: int = 0, then: Callable[[StepMetrics], Any] = lambda _: None
+    ) -> None:
         """Collects the launches added so far, except for the last few.
 
         Args:
             running: Number of last launches not to wait for.
             then: Called with the metrics of each launch. No interrupt prevents the call.
-
-        Returns:
-            The metrics of each collected launch.
         """
-        collected = []
         while len(self._pending) > running:
             step, sums, _ = self._pending[0]
             totals, count, weights, _ = _read(sums)
@@ -106,9 +102,8 @@ class MetricAccumulator:
                 _add(self.weights, weights)
                 self.count += count
                 empty = frozenset(n for n in weights if not totals[n] and not weights[n])
-                collected.append(StepMetrics(step, means(totals, count, weights), empty))
-                then(collected[-1])  # it may collect the others
-        return collected
+                # It may collect the others.
+                then(StepMetrics(step, means(totals, count, weights), empty))
 
     def _unequal(self, totals: dict[str, float], weights: dict[str, float]) -> dict[str, float]:
         """Returns NaN for metrics that a part of the examples lacks, or weights differently.

@@ -236,11 +236,6 @@ class RemoteStrategy(abc.ABC):
         """Whether this process writes checkpoints and logs."""
         return self.local.is_chief
 
-    @property
-    def _spans_processes(self) -> bool:
-        """Whether several processes run this program."""
-        return self.local._spans_processes
-
     @abc.abstractmethod
     def step_runner(self, training: Training) -> StepRunner:
         """Returns what runs the steps of a model."""

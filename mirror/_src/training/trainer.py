@@ -469,7 +469,6 @@ class Trainer(Generic[M]):
             callbacks = (ProgressBar(), *callbacks)
         loop = FitLoop(
             self,
-            self._runner,
             epochs,
             position,
             padded,

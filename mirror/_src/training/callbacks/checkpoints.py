@@ -119,7 +119,7 @@ class Checkpoint(Callback):
     def on_fit_end(self, fit: FitLoop) -> None:
         """Writes the last checkpoint, waits for pending writes, and ends after SIGTERM."""
         store, cause = self._store, None if fit.request is None else fit.request.cause
-        is_alone = not fit.trainer.strategy._spans_processes
+        is_alone = not fit.trainer._local._spans_processes
         with closing("closing the CheckpointStore", self._close):
             if self._due:
                 self._save_epoch(fit)
