@@ -15,7 +15,9 @@ import types
 
 import jax
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import mirror
 from mirror import cli
@@ -185,6 +187,20 @@ def test_trainer_is_measured(own, unexplained, capsys):
     assert bench(f"{own}:training", "--devices", "2", "--steps", "1", "--weak") == 0
     heading, *_ = capsys.readouterr().out.split("\n\n")
     assert_message(heading, names=[f"{own}:training", "weak"], values=8)
+
+
+def test_step_of_a_trainer_has_its_loss_scale():
+    strategy = cpu_strategy(2)
+
+    def make(strategy):
+        model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        trainer = mirror.Trainer(model, optax.sgd(0.1), "mse", precision="float16")
+        return trainer, [(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32))]
+
+    step, args, data = workload._custom("it", make, strategy, False)
+    strategy.run(step, (*args, *data))
+    (scale,) = (each for each in args if isinstance(each, mirror.LossScale))
+    assert scale.finite_steps[...] == 1
 
 
 def test_module_in_the_working_directory_is_found(own, unexplained, monkeypatch, tmp_path):

@@ -108,7 +108,7 @@ def _training(text: str, trainer: Trainer, data: Any, strategy: Strategy, weak: 
     if weak:
         data = RepeatedBatches(data, strategy.num_replicas_in_sync)
     batches = strategy.distribute_dataset(data, remainder="pad")
-    return Workload(step_of(trainer), (trainer.model, trainer.optimizer), batches)
+    return Workload(step_of(trainer), tuple(trainer._objects.values()), batches)
 
 
 @final

@@ -60,7 +60,6 @@ from mirror._src.training.named_loss import LossFunction, PartOfBatch
 from mirror._src.training.objective import Objective, Sums, add_on_host
 from mirror._src.training.precision import (
     SCALE,
-    LossScale,
     LossScaleArgument,
     Precision,
     PrecisionName,
@@ -910,19 +909,14 @@ class Trainer(Generic[M]):
 def step_of(trainer: Trainer[Any]) -> Callable[..., Any]:
     """Returns one training step of a trainer, for `strategy.run`.
 
-    Its arguments are the model, the optimizer, a `(batch, mask)` pair from
-    `distribute_dataset(data, remainder="pad")`, and the loss scale of a trainer that has one.
+    Its arguments are the model, the optimizer, the loss scale of a trainer that has one, and a
+    `(batch, mask)` pair from `distribute_dataset(data, remainder="pad")`.
     Unlike `fit`, it does not pad to a multiple of `accumulate_steps`: it raises a `ValueError` if
     the batch cannot be split into that many pieces.
     """
     single, pieces = trainer._training.step, trainer.accumulate_steps
 
-    def train_step(
-        model: nnx.Module,
-        optimizer: nnx.Optimizer[Any],
-        padded: Any,
-        loss_scale: LossScale | None = None,
-    ) -> Any:
+    def scaled_step(model: Any, optimizer: Any, loss_scale: Any, padded: Any) -> Any:
         batch, mask = padded
         if mask.size % pieces:
             multiple = pieces * trainer.strategy.num_replicas_in_sync
@@ -933,4 +927,7 @@ def step_of(trainer: Trainer[Any]) -> Callable[..., Any]:
             )
         return single(model, optimizer, batch, mask, loss_scale)
 
-    return train_step
+    def train_step(model: Any, optimizer: Any, padded: Any) -> Any:
+        return scaled_step(model, optimizer, None, padded)
+
+    return train_step if trainer.loss_scale is None else scaled_step
