@@ -85,7 +85,7 @@ def test_environment_has_the_devices(case, monkeypatch):
     monkeypatch.setattr(launch, "visible_gpus", lambda: ["GPU-"] * num_gpus)
     environment = {"HOME": "/x", **environment}
     before = dict(environment)
-    made = launch.environment_for(environment, count, on_cpu=on_cpu)
+    (made,) = launch.environments_for(environment, 1, count, on_cpu=on_cpu)
     assert made == {**before, **added}
     assert environment == before
 
@@ -163,7 +163,7 @@ def test_contradictions_are_rejected(case, monkeypatch):
     num_gpus, count, on_cpu, environment, message = CONTRADICTIONS[case]
     monkeypatch.setattr(launch, "visible_gpus", lambda: ["GPU-"] * num_gpus)
     with raises(OptionError, **message):
-        launch.environment_for(environment, count, on_cpu=on_cpu)
+        launch.environments_for(environment, 1, count, on_cpu=on_cpu)
 
 
 # The GPUs. The stand-in of NVML reports GPUs; a folder with metadata stands for JAX's plugin.
@@ -231,6 +231,14 @@ def test_gpus_that_cannot_be_listed_are_an_error(monkeypatch, bindings, driver, 
         else:
             with raises(OptionError, names="--devices", fix=fix):
                 launch.environments_for({}, processes, 2, on_cpu=False)
+
+
+def test_gpus_are_listed_once(monkeypatch):
+    """Otherwise, a message about them is printed twice."""
+    calls = []
+    monkeypatch.setattr(launch, "visible_gpus", lambda: calls.append("listed") or [])
+    launch.environments_for({}, 2, 4, on_cpu=False)
+    assert calls == ["listed"]
 
 
 def test_several_mig_partitions_are_not_several_devices_of_a_process(monkeypatch):

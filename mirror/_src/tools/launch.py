@@ -159,82 +159,56 @@ def environments_for(
     Args:
         environment: The environment of this process.
         processes: Number of processes.
-        num_devices: Number of devices of each process. None shares all GPUs, if there are any.
+        num_devices: Number of devices of each process. None shares all GPUs among several
+            processes, if there are any, and does not change the devices of a single one.
         on_cpu: Whether to use host devices although there may be GPUs.
 
     Raises:
         OptionError: If there are fewer GPUs, a variable contradicts the options, or the environment
-            already defines a cluster.
+            already defines a cluster. Variables that the user set are never overwritten.
     """
-    if processes == 1:
-        return [environment_for(environment, num_devices, on_cpu=on_cpu)]
-    if environment.get("TF_CONFIG"):
+    if processes > 1 and environment.get("TF_CONFIG"):
         raise OptionError(
             f"--processes {processes} contradicts TF_CONFIG={environment['TF_CONFIG']}, which "
             "already defines a cluster. Unset TF_CONFIG, or omit --processes."
         )
-    gpus = visible_gpus() if _may_use_gpus(environment, on_cpu=on_cpu) else []
-    num_gpus = len(gpus)
-    if not num_gpus:
-        return [environment_for(environment, num_devices, on_cpu=on_cpu)] * processes
-    each = num_devices or num_gpus // processes
-    if each * processes > num_gpus or not each:
-        raise OptionError(
-            f"--processes {processes} with {each or 1} devices each need {(each or 1) * processes} "
-            f"GPUs, but this machine has {num_gpus}. Request fewer, or use host devices: --cpu"
-        )
-    _require_whole_gpus(gpus, each)
-    selected = _first_gpus(environment, each * processes, num_gpus)[_VISIBLE].split(",")
-    parts = [selected[i : i + each] for i in range(0, len(selected), each)]
-    return [{**environment, _VISIBLE: ",".join(part)} for part in parts]
-
-
-def _may_use_gpus(environment: Mapping[str, str], *, on_cpu: bool) -> bool:
-    platforms = _platforms(environment)
-    return not on_cpu and (not platforms or not platforms.isdisjoint(_GPU_PLATFORMS))
-
-
-def _platforms(environment: Mapping[str, str]) -> set[str]:
-    return set(filter(None, environment.get(_PLATFORMS, "").split(",")))
-
-
-def environment_for(
-    environment: Mapping[str, str], num_devices: int | None, *, on_cpu: bool
-) -> dict[str, str]:
-    """Returns the environment in which JAX has this number of devices.
-
-    Args:
-        environment: The environment of this process.
-        num_devices: Number of devices. None does not change it.
-        on_cpu: Whether to use host devices although there may be GPUs.
-
-    Raises:
-        OptionError: If there are fewer GPUs, or a variable contradicts the options. Variables that
-            the user set are never overwritten.
-    """
-    platforms = _platforms(environment)
-    added: dict[str, str] = {}
-    if on_cpu:
-        if platforms and "cpu" not in platforms:
-            setting = f"{_PLATFORMS}={environment[_PLATFORMS]}"
-            raise OptionError(f"--cpu contradicts {setting}. Unset {_PLATFORMS}, or omit --cpu.")
-        added[_PLATFORMS] = "cpu"
+    setting = f"{_PLATFORMS}={environment.get(_PLATFORMS)}"
+    platforms = set(filter(None, environment.get(_PLATFORMS, "").split(",")))
+    excludes_cpu = bool(platforms) and "cpu" not in platforms
+    if on_cpu and excludes_cpu:
+        raise OptionError(f"--cpu contradicts {setting}. Unset {_PLATFORMS}, or omit --cpu.")
+    may_use_gpus = not on_cpu and (not platforms or not platforms.isdisjoint(_GPU_PLATFORMS))
+    asks = processes > 1 or num_devices is not None
+    if asks and may_use_gpus and (gpus := visible_gpus()):
+        parts = _parts_of(environment, gpus, processes, num_devices)
+        return [{**environment, _VISIBLE: ",".join(part)} for part in parts]
+    added = {_PLATFORMS: "cpu"} if on_cpu else {}
     if num_devices is not None:
-        if _may_use_gpus(environment, on_cpu=on_cpu) and (gpus := visible_gpus()):
-            added |= _first_gpus(environment, num_devices, len(gpus))
-            _require_whole_gpus(gpus, num_devices)
-        elif platforms and "cpu" not in platforms:
-            setting = f"{_PLATFORMS}={environment[_PLATFORMS]}"
+        if excludes_cpu:
             raise OptionError(
                 f"--devices {num_devices}: {setting} excludes host devices, and mirror found no "
                 f"GPU. Unset {_PLATFORMS}, or set {_PLATFORMS}=cpu."
             )
-        else:
-            added |= _host_devices(environment, num_devices)
-    return {**environment, **added}
+        added |= _host_devices(environment, num_devices)
+    return [{**environment, **added}] * processes
 
 
-def _first_gpus(environment: Mapping[str, str], count: int, available: int) -> dict[str, str]:
+def _parts_of(
+    environment: Mapping[str, str], gpus: Sequence[str], processes: int, num_devices: int | None
+) -> list[list[str]]:
+    """Returns the GPUs of each process, as entries of `CUDA_VISIBLE_DEVICES`."""
+    each = num_devices or len(gpus) // processes
+    if processes > 1 and not 0 < each * processes <= len(gpus):
+        raise OptionError(
+            f"--processes {processes} with {each or 1} devices each need {(each or 1) * processes} "
+            f"GPUs, but this machine has {len(gpus)}. Request fewer, or use host devices: --cpu"
+        )
+    selected = _first_gpus(environment, each * processes, len(gpus))
+    _require_whole_gpus(gpus, each)
+    return [selected[i : i + each] for i in range(0, len(selected), each)]
+
+
+def _first_gpus(environment: Mapping[str, str], count: int, available: int) -> list[str]:
     visible = environment.get(_VISIBLE)
     if environment.get(_VISIBLE_TO_JAX, "all") != "all":
         raise OptionError(
@@ -251,7 +225,7 @@ def _first_gpus(environment: Mapping[str, str], count: int, available: int) -> d
             f"{selected}. Request at most {available}{widen}, or use host devices: "
             f"mirror launch --devices {count} --cpu"
         )
-    return {_VISIBLE: ",".join(entry.strip() for entry in entries[:count])}
+    return [entry.strip() for entry in entries[:count]]
 
 
 def _require_whole_gpus(uuids: Sequence[str], count: int) -> None:
