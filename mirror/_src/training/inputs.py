@@ -220,18 +220,22 @@ class Stream:
         self._batches: Any = None
         self._rest: PaddedBatch | None = None
 
-    def next_batch(self, number: int, most: int | None) -> PaddedBatch | None:
-        """Returns the next launch, or None at the end of the pass.
+    def next_batch(self, number: int | None = None, most: int | None = None) -> PaddedBatch | None:
+        """Returns the next launch, or None at the end of the pass. An interrupt ends the wait.
 
         Args:
-            number: Number of the pass, which shuffling datasets receive with `set_epoch`.
+            number: Number of the pass, which shuffling datasets receive with `set_epoch`. Defaults
+                to the one that they have.
             most: Maximum number of batches; the rest of a larger group is the next launch. None
                 takes the whole group.
         """
-        if self._batches is None:
-            self._data.set_epoch(number)
-            self._batches = iter(self._data)
-        batch, self._rest = self._rest or next(self._batches, None), None
+        interrupts.check()
+        with interrupts.immediate():
+            if self._batches is None:
+                if number is not None:
+                    self._data.set_epoch(number)
+                self._batches = iter(self._data)
+            batch, self._rest = self._rest or next(self._batches, None), None
         if batch is not None and most is not None and most < batch.num_batches:
             batch, self._rest = batch.split(most)
         return batch
@@ -258,14 +262,9 @@ def whole_pass(
     """
     padded = data.padded(**options)
     padded.read_at_most(most)
-    batches, is_empty = iter(padded), True
-    with closing("closing the data", batches.close):
-        while True:
-            interrupts.check()
-            with interrupts.immediate():
-                batch = next(batches, None)
-            if batch is None:
-                break
+    stream, is_empty = Stream(padded), True
+    with closing("closing the data", stream.close):
+        while (batch := stream.next_batch()) is not None:
             is_empty = False
             yield batch
     if is_empty:

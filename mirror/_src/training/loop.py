@@ -304,9 +304,7 @@ class FitLoop:
             return  # the pass has ended, and the end of the epoch was interrupted
         while limit is None or position.epoch_step < limit:
             most = None if limit is None else limit - position.epoch_step
-            interrupts.check()
-            with interrupts.immediate():
-                batch = self._stream.next_batch(position.passes, most)
+            batch = self._stream.next_batch(position.passes, most)
             if batch is not None:
                 if not self._may_launch():
                     return
