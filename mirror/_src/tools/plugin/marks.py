@@ -195,31 +195,27 @@ def _layouts(node: pytest.Item, fixtures: Sequence[str]) -> list[Layout]:
         if any(m.name == "mirror" and m.kwargs.keys() - {"timeout"} for m in node.own_markers):
             _fail(node, "the test does not use the fixture `strategy`. Add it as an argument")
         return []  # the mark of a class or a module does not apply to this test
-    if "processes" in keywords:
-        return _layouts_of_processes(node, keywords)
-    replicas = keywords.get("replicas", [None])
-    return [Layout(e, n) for e in keywords.get("executors", ["pmap"]) for n in replicas]
-
-
-def _layouts_of_processes(node: pytest.Item, keywords: dict[str, Any]) -> list[Layout]:
-    if "executors" in keywords:
+    if keywords.keys() >= {"processes", "executors"}:
         _fail(
             node,
             f"processes={keywords['processes']!r} cannot be combined with "
             f"executors={keywords['executors']!r}, because several processes have one executor. "
             "Omit executors, or write a test of its own for them",
         )
-    layouts = []
-    for processes in keywords["processes"]:
-        for replicas in keywords.get("replicas", [processes]):
-            if replicas % processes:
-                _fail(
-                    node,
-                    f"`replicas` must be a multiple of processes={processes}, got {replicas}, "
-                    "because every process has the same number of devices. For example "
-                    f"replicas={processes * 2}",
-                )
-            layouts.append(Layout("pmap", replicas, processes))
+    layouts = [
+        Layout(executor, replicas, processes)
+        for processes in keywords.get("processes", [None])
+        for executor in keywords.get("executors", ["pmap"])
+        for replicas in keywords.get("replicas", [processes])
+    ]
+    for replicas, processes in ((each.replicas, each.processes) for each in layouts):
+        if processes and replicas and replicas % processes:
+            _fail(
+                node,
+                f"`replicas` must be a multiple of processes={processes}, got {replicas}, "
+                "because every process has the same number of devices. For example "
+                f"replicas={processes * 2}",
+            )
     return layouts
 
 
