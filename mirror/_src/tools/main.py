@@ -20,13 +20,7 @@ from mirror._src.base.optional import install_command
 from mirror._src.tools.options import FAILED, USAGE_ERROR, add_commands, report_error
 from mirror._version import __version__
 
-_MODULES = {
-    "demo": "demo",
-    "devices": "devices",
-    "bench": "bench",
-    "estimate-memory": "estimate_memory",
-    "doctor": "doctor.command",
-}
+_FOLDERS = {"doctor": "doctor.command"}  # the module of another command has its name
 _HOST_DEVICES = "JAX_NUM_CPU_DEVICES"
 _INTERRUPTED = 128 + signal.SIGINT
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -63,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_command(command: str, parsed: argparse.Namespace) -> int:
     """Runs a command that needs JAX; returns the exit status."""
-    module = importlib.import_module(f"mirror._src.tools.{_MODULES[command]}")
+    name = _FOLDERS.get(command, command.replace("-", "_"))
+    module = importlib.import_module(f"mirror._src.tools.{name}")
     with interrupts.DeferredInterrupts(watches=True):
         return module.run(parsed)
 
