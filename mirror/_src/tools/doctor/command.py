@@ -129,13 +129,12 @@ def check_in_child(environment: Mapping[str, str]) -> Iterator[Check]:
     """Yields the results of the probes; repeats them without flags that crash the subprocess."""
     result = probe(environment)
     unknown = _UNKNOWN.search(result.errors)
-    if unknown is None:
-        yield from findings(result)
-        return
-    flags = unknown[1].split()
-    yield _check_unknown(flags)
-    kept = [flag for flag in environment["XLA_FLAGS"].split() if flag not in flags]
-    yield from findings(probe({**environment, "XLA_FLAGS": " ".join(kept)}))
+    if unknown is not None:
+        flags = unknown[1].split()
+        yield _check_unknown(flags)
+        kept = [flag for flag in environment["XLA_FLAGS"].split() if flag not in flags]
+        result = probe({**environment, "XLA_FLAGS": " ".join(kept)})
+    yield from findings(result)
 
 
 def check_others_in_child(
