@@ -87,7 +87,7 @@ BUDGETS = {
     "data": Size(1366, 10, 25),
     "keras": Size(525, 5, 5),
     "strategy": Size(1022, 6, 8),
-    "training": Size(5558, 32, 64),
+    "training": Size(5559, 32, 64),
     "ps": Size(3569, 20, 67),
     "tools": Size(3002, 24, 30),
 }

@@ -320,10 +320,15 @@ def test_meter_reads_only_finished_steps_and_adds_in_order():
     assert meter.count == 8
 
 
-def test_meter_starts_to_copy_sums_when_it_gets_them():
+def test_meter_starts_to_copy_sums_of_accelerators_when_it_gets_them():
     events = []
 
     class OnDevice:
+        platform = "gpu"
+
+        def devices(self):
+            return {self}
+
         def copy_to_host_async(self):
             events.append("copy")
 
@@ -338,6 +343,9 @@ def test_meter_starts_to_copy_sums_when_it_gets_them():
     meter.collect()
     assert events == ["copy"] * 3 + ["read"] * 3
     assert meter.means == {"loss": 1.5, "seen": 1.5}
+    OnDevice.platform = "cpu"
+    meter.add(3, sums_of(OnDevice(), OnDevice(), seen=OnDevice()))
+    assert events == ["copy"] * 3 + ["read"] * 3
 
 
 class Failed:

@@ -162,7 +162,8 @@ def format_metrics(logs: Mapping[str, float]) -> str:
 
 
 def _is_on_accelerator(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and any(d.platform != "cpu" for d in leaf.devices())
+    is_on_device = hasattr(leaf, "devices")  # not an array of NumPy
+    return is_on_device and any(device.platform != "cpu" for device in leaf.devices())
 
 
 def _read(sums: Sums) -> Sums:
