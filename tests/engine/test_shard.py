@@ -512,6 +512,7 @@ def test_checkpoint_of_shards_is_one_full_copy(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:A launch of steps_per_execution=2")
 def test_grouped_steps_stay_mirrored():
     data = mirror.data.from_arrays(DATA, batch_size=16)
     trainers = [

@@ -497,9 +497,10 @@ def trainer_of(strategy, **options):
         return mirror.Trainer(model, optax.adam(1e-2), "mse", **options)
 
 
-def test_several_batches_per_launch_warn_that_nothing_is_saved():
-    with pytest.warns(UserWarning, match=r"steps_per_execution=2 .*shard='model' saves no memory"):
-        trainer_of(cpu_strategy(N, shard="model"), steps_per_execution=2)
+@rows("shard", ["model", "optimizer"])
+def test_several_batches_per_launch_warn_that_nothing_is_saved(shard):
+    with pytest.warns(UserWarning, match=rf"steps_per_execution=2 .*shard='{shard}' saves no mem"):
+        trainer_of(cpu_strategy(N, shard=shard), steps_per_execution=2)
     trainer_of(cpu_strategy(N, shard="auto"), steps_per_execution=2)
 
 

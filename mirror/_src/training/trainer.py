@@ -252,10 +252,10 @@ class Trainer(Generic[M]):
                 raise ValueError("`micro_batch` chooses accumulate_steps. Pass one of them.")
             self._micro_batch = MicroBatch(micro_batch, memory_limit, local._replicas)
         self.steps_per_execution = int(steps_per_execution)
-        if steps_per_execution > 1 and local.shard == "model" and not local._runner.chooses:
+        if steps_per_execution > 1 and local.shard != "none" and not local._runner.chooses:
             warn_user(
                 f"A launch of steps_per_execution={steps_per_execution} batches stores the whole "
-                "model on each device, so that shard='model' saves no memory. Omit it."
+                f"state on each device, so that shard={local.shard!r} saves no memory. Omit it."
             )
         if not isinstance(require_equal, bool | None):
             fix = "Pass require_equal=True or False, or omit it."
