@@ -9,6 +9,7 @@ The only module that uses `jax._src.distributed`: JAX has no public key-value st
 import contextlib
 import ctypes
 import itertools
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +21,7 @@ from mirror._src.base.errors import require_secs
 
 _POLL_SECS = 0.5  # Python handles Ctrl-C only between two requests
 _THREAD_POLL_SECS = 60.0  # and only in the main thread
+_TIMED_OUT = re.compile(r"timed out task names:\s*((?:\d+\s+)+)")  # in XLA's error of a barrier
 _barriers = itertools.count()
 _abandoned: list[Any] = []
 
@@ -223,9 +225,11 @@ def barrier(name: str, timeout_secs: float = 300.0) -> None:
     try:
         _client().wait_at_barrier(f"mirror/{number}/{name}", max(int(secs * 1000), 1))
     except jax.errors.JaxRuntimeError as error:
+        absent = _TIMED_OUT.search(str(error))
+        reason = f"processes {list(map(int, absent[1].split()))} have not" if absent else error
         raise RuntimeError(
             f"Not all of {process_count()} processes reached barrier {name!r} within "
-            f"{timeout_secs:g} s: {error}. Call mirror.distributed.barrier({name!r}) on every "
+            f"{timeout_secs:g} s: {reason}. Call mirror.distributed.barrier({name!r}) on every "
             "process, also on those that are not the chief."
         ) from error
 

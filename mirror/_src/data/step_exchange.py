@@ -275,7 +275,7 @@ class StepExchange:
         return {
             "kind": "RuntimeError",
             "error": f"Process {process} could not read its part of batch {number} of "
-            f"{self.what}: {error}. All processes stop here; the output of process {process} "
+            f"{self.what}: {error.rstrip('.')}. All processes stop here; the output of process {process} "
             "shows where it failed.",
         }
 
