@@ -102,6 +102,16 @@ def _shortened(text: str) -> str:
     return f"{text if end < 0 else text[: end + 2]}..."
 
 
+def no_values(value: object) -> str:
+    """Returns the hint about a value that has a shape only, or "" for any other value."""
+    if not isinstance(value, jax.ShapeDtypeStruct):
+        return ""
+    return (
+        "It has a shape, but no values: a mirror.ps.ServerTable has them on the servers only "
+        "(strategy.read_rows), and a model from nnx.eval_shape has none."
+    )
+
+
 def expected(name: str, value: object, what: str, fix: str = "") -> str:
     """Returns the message for an argument of the wrong type or value.
 

@@ -275,8 +275,8 @@ class StepExchange:
         return {
             "kind": "RuntimeError",
             "error": f"Process {process} could not read its part of batch {number} of "
-            f"{self.what}: {error.rstrip('.')}. All processes stop here; the output of process {process} "
-            "shows where it failed.",
+            f"{self.what}: {error.rstrip('.')}. All processes stop here; the output of process "
+            f"{process} shows where it failed.",
         }
 
     def _difference(self, batch: str, a: int, form_a: str, b: int, form_b: str) -> str:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mirror._src.base.errors import describe, listing
+from mirror._src.base.errors import describe, listing, no_values
 from mirror._src.base.types import ARRAY_LIKE, Array, is_float0
 from mirror._src.devices.transfer import UnstackedArrays
 from mirror._src.engine.nnx.metrics import Rule, merge_rule
@@ -280,9 +280,10 @@ def require_arrays(slot: VariableSlot, value: Any) -> None:
     """
     for leaf in jax.tree.leaves(value, is_leaf=is_per_replica):
         if not isinstance(leaf, (*ARRAY_LIKE, UnstackedArrays)) or is_float0(leaf):
+            fix = no_values(leaf) or "A variable must hold arrays and numbers only."
             raise ValueError(
-                f"{slot.local_name} of a model holds {describe(leaf)}, which cannot be mirrored. A "
-                "variable must hold arrays and numbers only."
+                f"{slot.local_name} of a model holds {describe(leaf)}, which cannot be mirrored. "
+                f"{fix}"
             )
 
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mirror._src.base.errors import bytes_in_words, expected
+from mirror._src.base.errors import bytes_in_words, expected, no_values
 from mirror._src.base.types import ARRAY_LIKE, is_numeric
 from mirror._src.devices.memory import host_memory
 from mirror._src.training.paths import is_remote, put
@@ -64,7 +64,8 @@ def require_arrays(arrays: Mapping[str, Any]) -> None:
         if isinstance(value, np.ndarray | np.generic):
             is_valid = is_numeric(value.dtype)
         if not is_valid:
-            raise TypeError(expected(name, value, "an array of numbers or PRNG keys"))
+            what = "an array of numbers or PRNG keys"
+            raise TypeError(expected(name, value, what, no_values(value)))
 
 
 def host_copies(arrays: Mapping[str, Any]) -> dict[str, Value]:
