@@ -20,7 +20,7 @@ from tests.programs import donated_buffers
 from tests.support import fresh, inside
 from tests.support.counters import Counter, count, read
 from tests.support.messages import assert_message, raises
-from tests.support.strategies import STRATEGIES, cpu_strategy
+from tests.support.strategies import STRATEGIES, cpu_strategy, executors
 from tests.support.tables import rows
 
 
@@ -411,6 +411,33 @@ def test_model_stays_usable_after_a_step_under_debug_nans(two):
     with jax.debug_nans(True), pytest.raises(FloatingPointError):
         two.run(step, (model,))
     np.testing.assert_array_equal(model.total[...], 0.0)
+
+
+KEEPING = executors(2) | {
+    "in slices": lambda: cpu_strategy(2, shard="model"),
+    "fixed": lambda: cpu_strategy(1, replicas=2),
+}
+
+
+@pytest.mark.slow
+@rows("make", KEEPING)
+def test_model_keeps_its_values_in_a_step_under_debug_nans(make):
+    strategy = make()
+    with strategy.scope():
+        model = nnx.Linear(256, 64, rngs=nnx.Rngs(0))  # 64 KiB: in slices with shard="model"
+    before = np.asarray(model.kernel[...])
+
+    def step(model, x):
+        model.kernel[...] = model.kernel[...] + jnp.log(x)
+        return mirror.all_reduce("mean", jnp.log(x))
+
+    with jax.debug_nans(True):
+        strategy.run(step, (model, np.float32(1)))
+        with pytest.raises(FloatingPointError):
+            strategy.run(step, (model, np.float32(-1)))
+        np.testing.assert_array_equal(model.kernel[...], before)
+        strategy.run(step, (model, np.float32(np.e)))
+    assert (np.asarray(model.kernel[...]) > before).all()
 
 
 @rows("check, number", {"nan": (jax.debug_nans, -1), "inf": (jax.debug_infs, 0)})
