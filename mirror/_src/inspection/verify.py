@@ -307,7 +307,9 @@ CAUSES = (
     "that looks across examples (mirror.example_mask(batch)); dropout, which samples independently "
     "on each replica. "
     "If only one variable differs, its true gradient may be zero, such as a bias directly "
-    "before batch normalization (use_bias=False): the difference is then rounding error."
+    "before batch normalization (use_bias=False): the difference is then rounding error. So it is "
+    "if parameters differ and Adam's moments agree: Adam divides gradients near its eps by their "
+    "size. Pass a larger rtol."
 )
 
 
