@@ -15,10 +15,7 @@ TRAINING_JOBS = ("chief", "worker")
 _ADDRESS = re.compile(r"(\[[^\]]+\]|[^:\s]+):(\d+)")
 Tasks: TypeAlias = Sequence[str] | Mapping[int, str]
 Jobs: TypeAlias = Mapping[str, Tasks]
-_EXAMPLE = (
-    """{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", """
-    """"index": 0}}"""
-)
+_EXAMPLE = '{"cluster": {"worker": ["a:2222"]}, "task": {"type": "worker", "index": 0}}'
 _PORTS = 4096  # of the dynamic range, from which a port follows from the number of the Slurm job
 
 
