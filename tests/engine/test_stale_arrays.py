@@ -92,21 +92,50 @@ def after_some_calls(strategy, batch, times):
     return w
 
 
-def of_loss(strategy, batch, times):
-    scale = jnp.float32(1.0)
-
-    def step(model, batch):
-        return scale * model(batch)[:, 0]
-
-    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-    trainer = mirror.Trainer(model, optax.sgd(0.1), step, strategy=strategy)
-    for _ in range(times):
-        trainer.fit([DATA], progress=False)
-        scale = scale / 2
+def losses(model, batch):
+    return model(batch[0])[:, 0]
 
 
+def of_trainer(options):
+    """Returns a loop that trains with options that read a scale."""
+
+    def loop(strategy, batch, times):
+        scale = jnp.float32(1.0)
+
+        def step(*args):
+            return scale * args[-1]
+
+        def of_model(*args):
+            return scale * losses(*args)
+
+        class Net(nnx.Linear):
+            def __call__(self, *args, **kwargs):
+                return scale * super().__call__(*args, **kwargs)
+
+        kinds = {"loss_fn": losses, "tx": optax.sgd(0.1), "model": nnx.Linear}
+        kinds |= options(step, of_model, Net)
+        model = kinds.pop("model")(3, 1, rngs=nnx.Rngs(0))
+        trainer = mirror.Trainer(model, strategy=strategy, **kinds)
+        for _ in range(times):
+            trainer.fit([(DATA, DATA[:, :1])], progress=False)
+            scale = scale / 2
+
+    return loop
+
+
+TRAINERS = {
+    "loss": lambda step, of_model, net: {"loss_fn": of_model},
+    "penalty": lambda step, of_model, net: {"penalty": lambda model: step(1.0)},
+    "weight": lambda step, of_model, net: {"sample_weight": lambda batch: step(batch[1][:, 0])},
+    "metric": lambda step, of_model, net: {
+        "loss_fn": "mse",
+        "metrics": {"m": lambda outputs, labels: step(outputs)[:, 0]},
+    },
+    "schedule": lambda step, of_model, net: {"tx": optax.adam(step)},
+    "method": lambda step, of_model, net: {"model": net},
+}
 CASES = {
-    "loss": (of_loss, "'scale'", "mirror.Variable"),
+    **{name: (of_trainer(row), "'scale'", "mirror.Variable") for name, row in TRAINERS.items()},
     "closure": (of_closure, "'w'", "def step(w, batch), and strategy.run(step, (w, batch))"),
     "global": (of_global, "'W'", "def step(W, batch), and strategy.run(step, (W, batch))"),
     "attribute": (of_object, "'self.w'", "def step(w, batch), and strategy.run(step, (w, batch))"),

@@ -58,10 +58,16 @@ class Holder:
         return self.step(model(batch))[:, 0]
 
 
-def fit_to(strategy, loss_fn):
-    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    trainer = mirror.Trainer(model, optax.sgd(0.1), loss_fn, strategy=strategy)
-    trainer.fit([np.ones((4, 2), np.float32)], progress=False)
+def fit_to(strategy, loss_fn, model=nnx.Linear, tx=None, **options):
+    model = model(2, 1, rngs=nnx.Rngs(0))
+    trainer = mirror.Trainer(model, tx or optax.sgd(0.1), loss_fn, strategy=strategy, **options)
+    batch = np.ones((4, 2), np.float32)
+    trainer.fit([(batch, batch[:, :1]) if loss_fn == "mse" else batch], progress=False)
+
+
+class ReadsAGlobal(nnx.Linear):
+    def __call__(self, *args, **kwargs):
+        return reads_a_global(super().__call__(*args, **kwargs))
 
 
 class NamedLike(nnx.Module):
@@ -118,6 +124,13 @@ CALLS = {
     "a bound method of a model": (lambda s: s.run(nnx.Linear(2, 2, rngs=nnx.Rngs(0)).__call__, (np.ones((2, 2)),)), ValueError, {"names": "__call__", "fix": "strategy.run(__call__"}),
     "a jitted method of an object with a model": (lambda s: s.run(jax.jit(Holder().step), (1.0,)), ValueError, {"names": "step", "values": "self.model", "fix": "strategy.run(step"}),
     "a loss that captures a model": (lambda s: fit_to(s, lambda m, b: reads_a_global(m(b))[:, 0]), ValueError, {"names": ["<lambda>", "OTHER"], "fix": "mirror.Trainer(wrt="}),
+    "a penalty that captures a model": (lambda s: fit_to(s, "mse", penalty=lambda m: reads_a_global(m.bias[0])), ValueError, {"names": ["<lambda>", "OTHER"], "fix": "mirror.Trainer(wrt="}),
+    "weights that capture a model": (lambda s: fit_to(s, "mse", sample_weight=lambda b: reads_a_global(b[1][:, 0])), ValueError, {"names": ["<lambda>", "OTHER"], "fix": "mirror.Trainer(wrt="}),
+    "a metric that captures a model": (lambda s: fit_to(s, "mse", metrics={"m": lambda outputs, labels: reads_a_global(outputs)[:, 0]}), ValueError, {"names": ["<lambda>", "OTHER"], "fix": "mirror.Trainer(wrt="}),
+    "labels that capture a model": (lambda s: fit_to(s, lambda m, b: m(b)[:, 0], labels=lambda b: reads_a_global(b[:, 0]).astype(int), num_classes=99, class_weight={6: 2.0}), ValueError, {"names": ["<lambda>", "OTHER"], "fix": "mirror.Trainer(wrt="}),
+    "a schedule that captures a model": (lambda s: fit_to(s, "mse", tx=optax.adam(reads_a_global)), ValueError, {"names": ["tx.update", "OTHER"], "fix": "mirror.Trainer(wrt="}),
+    "a model that reads another one": (lambda s: fit_to(s, "mse", model=ReadsAGlobal), ValueError, {"names": ["ReadsAGlobal", "OTHER"], "fix": "mirror.Trainer(wrt="}),
+    "a model of a step that reads another one": (lambda s: s.run(lambda m, x: m(x), (ReadsAGlobal(2, 1, rngs=nnx.Rngs(0)), np.ones((2, 2)))), ValueError, {"names": ["ReadsAGlobal", "OTHER"], "fix": "mirror.Trainer(wrt="}),
     "a loss that is a method of an object with a model": (lambda s: fit_to(s, Holder().loss), ValueError, {"names": ["loss", "self.model"], "fix": "mirror.Trainer(wrt="}),
     "keys as in-memory arrays": (lambda s: mirror.data.from_arrays({"k": jax.random.split(jax.random.key(0), 4)}, 2), TypeError, {"names": "arrays['k']", "values": "key<fry>[4]", "fix": "integer seeds"}),
     "a jitted partial": (lambda s: s.run(jax.jit(functools.partial(read, Counter()))), ValueError, {"names": ["read", "args[0]"], "fix": "strategy.run(read"}),

@@ -6,7 +6,7 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -69,16 +69,21 @@ def place(filename: str, line: int | None) -> str:
     return " ".join(cell) + f", line {line}" if cell else f"{os.path.basename(filename)}:{line}"
 
 
-def on_behalf_of(fn: F, users: Callable[..., Any]) -> F:
-    """Lets `line_of` return the line of the user's function for a function of mirror."""
+def on_behalf_of(fn: F, *users: Callable[..., Any]) -> F:
+    """Lets `line_of` return the line of the user's first function for a function of mirror."""
     setattr(fn, _USERS, users)
     return fn
 
 
-def users_function(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the user's function that a function of mirror calls, or the function itself."""
-    users: Callable[..., Any] = getattr(fn, _USERS, fn)
+def users_functions(fn: Callable[..., Any]) -> Sequence[Callable[..., Any]]:
+    """Returns the user's functions that a function of mirror calls, or the function itself."""
+    users: Sequence[Callable[..., Any]] = getattr(fn, _USERS, (fn,))
     return users
+
+
+def users_function(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the first of the `users_functions`, by which messages name a step."""
+    return users_functions(fn)[0]
 
 
 def line_of(fn: Callable[..., Any]) -> str:

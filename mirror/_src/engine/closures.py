@@ -29,7 +29,7 @@ from jax.extend.core import ClosedJaxpr, set_current_trace, take_current_trace
 from mirror._src.base.errors import describe
 from mirror._src.base.keras_library import STATELESS_CALL, has_variables, library, variables_of
 from mirror._src.base.naming import code_of, is_our_module, layers_of, name_of, parameter_names
-from mirror._src.base.tracebacks import is_users, users_function
+from mirror._src.base.tracebacks import is_users, users_function, users_functions
 from mirror._src.engine.nnx.structure import is_object
 from mirror._src.engine.storage import dtype_of, read_value, shape_of
 from mirror._src.engine.variable import Variable
@@ -45,6 +45,27 @@ Named = Iterable[tuple[str, Any]]
 def reachable(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     """Yields the values that a function can reach, with their paths, such as `losses[0]`."""
     yield from _expanded(referenced(fn), set(), _DEPTH)
+
+
+def _reached(
+    fn: Callable[..., Any], objects: Sequence[Any]
+) -> Iterator[tuple[str | None, str, Any]]:
+    """Yields what a step can reach: names of functions, None for the step itself; paths; values.
+
+    Besides the step, these are the other functions of a trainer, and functions in the objects of
+    the call: methods of a model, and the schedule of an optimizer.
+    """
+    functions = users_functions(fn)
+    for each in reversed(functions):  # a named loss calls metrics
+        name = None if each is fn else name_of(each)
+        yield from ((name, path, value) for path, value in reachable(each))
+    seen = set(map(id, functions))
+    for keys, node in nnx.iter_graph(objects):
+        if isinstance(node, (nnx.Variable, *_LEAVES)) or not (is_object(node) or callable(node)):
+            continue
+        name = type(node).__name__ if is_object(node) else ".".join(map(str, keys[1:]))
+        named = _contained(name, type(node)) if is_object(node) else [(name, node)]
+        yield from ((name, path, value) for path, value in _expanded(named, seen, _DEPTH))
 
 
 def reachable_in(frames: Iterable[FrameType]) -> Iterator[tuple[str, Any]]:
@@ -137,7 +158,7 @@ def _contained(path: str, value: Any) -> list[tuple[str, Any]]:
         return []
     code = code_of(value) if callable(value) else None
     if code is not None:
-        return referenced(value) if is_users(code.co_filename) else []
+        return referenced(value) if is_users(code.co_filename) else _inside_library(value)
     # The attributes of an object, and its methods, which may read globals.
     classes = value.__mro__ if isinstance(value, type) else type(value).__mro__
     owners = [cls for cls in reversed(classes) if _is_users(sys.modules.get(cls.__module__))]
@@ -145,6 +166,24 @@ def _contained(path: str, value: Any) -> list[tuple[str, Any]]:
     if not isinstance(value, type):
         attributes |= getattr(value, "__dict__", {})
     return [(f"{path}.{name}", attributes[name]) for name in _ends(list(attributes))]
+
+
+def _inside_library(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
+    """Returns the user's functions in closures of a library, such as a schedule in `optax.sgd`."""
+    found, waiting, seen = [], [fn], set[int]()
+    while waiting and len(seen) < _MOST_ITEMS:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        code = code_of(each) if callable(each) else None
+        if isinstance(each, list | tuple):
+            waiting += _ends(each)
+        elif code is not None and is_users(code.co_filename):
+            found.append((name_of(each), each))
+        elif code is not None:
+            waiting += [value for _, value in _bound(each)[0]]
+    return found
 
 
 def _ends(items: Any) -> list[Any]:
@@ -196,14 +235,21 @@ class Captures:
         return clone
 
 
-def captured_arrays(fn: Callable[..., Any], program: ClosedJaxpr) -> dict[str, Any]:
-    """Returns the float arrays from outside its arguments that a step has read, by path."""
-    fn = users_function(fn)
+Captured = Mapping[tuple[str | None, str], Any]
+"""Float arrays from outside its arguments that a step has read, by function and path."""
+
+
+def captured_arrays(
+    fn: Callable[..., Any], objects: Sequence[Any], program: ClosedJaxpr
+) -> Captured:
+    """Returns the arrays that a step has read from outside its arguments."""
     constants = {_identity(const) for const in [*arrays_in(program), *program.consts]}
     constants.discard(None)
-    if not constants or is_our_module(getattr(fn, "__module__", None)):
+    is_own = users_function(fn) is fn and is_our_module(getattr(fn, "__module__", None))
+    if not constants or is_own:
         return {}
-    return {path: value for path, value in reachable(fn) if _identity(value) in constants}
+    reached = _reached(fn, objects)
+    return {(name, path): value for name, path, value in reached if _identity(value) in constants}
 
 
 def is_time_to_look(runs: int) -> bool:
@@ -214,15 +260,15 @@ def is_time_to_look(runs: int) -> bool:
     return runs > 0 and runs & (runs - 1) == 0
 
 
-def stale_array(fn: Callable[..., Any], captured: Mapping[str, Any]) -> str | None:
+def stale_array(fn: Callable[..., Any], objects: Sequence[Any], captured: Captured) -> str | None:
     """Returns the message for a captured array whose name refers to another array now, or None."""
-    now: dict[str, list[Any]] = defaultdict(list)
-    for path, value in reachable(users_function(fn)):
-        if path in captured:
-            now[path].append(value)
-    for path, values in now.items():
-        if all(_differs(captured[path], value) for value in values):
-            return _message(fn, path, captured[path])
+    now: dict[Any, list[Any]] = defaultdict(list)
+    for name, path, value in _reached(fn, objects):
+        if (name, path) in captured:
+            now[name, path].append(value)
+    for key, values in now.items():
+        if all(_differs(captured[key], value) for value in values):
+            return _message(fn, captured[key], *key)
     return None
 
 
@@ -251,10 +297,9 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray) and jnp.issubdtype(value.dtype, jnp.inexact)
 
 
-def _message(fn: Callable[..., Any], path: str, array: Any) -> str:
-    user = users_function(fn)
-    name = name_of(user)
-    if user is not fn:  # a step of a trainer, whose arguments are not the user's
+def _message(fn: Callable[..., Any], array: Any, inner: str | None, path: str) -> str:
+    name = inner or name_of(fn)
+    if inner is not None:  # strategy.run does not pass its arguments
         fix = "Make it a mirror.Variable, and assign to it."
     else:
         own = path.rpartition(".")[2].partition("[")[0]
@@ -284,13 +329,16 @@ def require_nothing_bound(fn: Callable[..., Any]) -> None:
             raise ValueError(_capture_message(fn, f"the nnx object {what}"))
 
 
-def require_nothing_captured(fn: Callable[..., Any], constants: Sequence[Any]) -> None:
+def require_nothing_captured(
+    fn: Callable[..., Any], objects: Sequence[Any], constants: Sequence[Any]
+) -> None:
     """Rejects a step that has read nnx or Keras variables that are not among its arguments.
 
     The array that such a variable holds during the trace would be a constant of the program.
 
     Args:
         fn: The step.
+        objects: The nnx objects among its arguments.
         constants: Constants of its trace.
 
     Raises:
@@ -300,17 +348,16 @@ def require_nothing_captured(fn: Callable[..., Any], constants: Sequence[Any]) -
         if isinstance(constant, jax.core.Tracer):
             raise ValueError(stale_message(fn, constant))
     ids = {id(constant) for constant in constants if isinstance(constant, jax.Array)}
-    functions = {id(each): each for each in (users_function(fn), fn)}.values()
-    for path, value in itertools.chain(*map(reachable, functions)) if ids else ():
+    for name, path, value in _reached(fn, objects) if ids else ():
         if library() is not None and has_variables(value):
             if any(id(variable.value) in ids for variable in variables_of(value)):
                 raise ValueError(
-                    f"{name_of(fn)} captures the Keras {type(value).__name__} {path!r}, so the "
-                    "current values of its variables would become constants of the step. "
+                    f"{name or name_of(fn)} captures the Keras {type(value).__name__} {path!r}, so "
+                    "the current values of its variables would become constants of the step. "
                     f"{STATELESS_CALL}"
                 )
         elif _would_be_constant(value) and any(id(leaf) in ids for leaf in _leaves(value)):
-            raise ValueError(_capture_message(fn, f"the nnx object {path!r}"))
+            raise ValueError(_capture_message(fn, f"the nnx object {path!r}", name))
 
 
 @contextlib.contextmanager
@@ -414,13 +461,14 @@ def _leaves(value: object) -> list[Any]:
     return jax.tree.leaves([variable.get_raw_value() for variable in variables])
 
 
-def _capture_message(fn: Callable[..., Any], what: str) -> str:
+def _capture_message(fn: Callable[..., Any], what: str, inner: str | None = None) -> str:
     user = users_function(fn)
-    name = name_of(user)
-    if user is not fn:
+    name = inner or name_of(user)
+    if user is not fn or inner is not None:
         return (
             f"{name} captures {what}, so its current values would become constants of the compiled "
-            "step. Make it a part of the model, and select what to train: mirror.Trainer(wrt=...)."
+            "step. Make it a part of the model that a loss or penalty receives, and select what to "
+            "train: mirror.Trainer(wrt=...)."
         )
     head = what.rpartition(" ")[2].strip("'") if what.endswith("'") else "model"
     own = head.rpartition(".")[2]

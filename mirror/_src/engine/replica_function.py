@@ -310,7 +310,7 @@ def _trace(
     if function.new_captures:
         raise VariablesFound(function.new_captures)
     function.release()
-    require_nothing_captured(call.fn, list(arrays_in(jaxpr)))
+    require_nothing_captured(call.fn, call.objects, list(arrays_in(jaxpr)))
     return TracedStep(function, jaxpr, context)
 
 

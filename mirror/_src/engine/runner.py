@@ -193,7 +193,7 @@ class Runner:
                         self._agree(call, program, passed, leaves, prepared)
                     if program.captured_arrays:
                         warn_about_stale_arrays(
-                            step.warned, fn, program.captured_arrays, program.runs
+                            step.warned, call, program.captured_arrays, program.runs
                         )
                     try:
                         ready = self._placer.copy_repeated(call, leaves, program, prepared)

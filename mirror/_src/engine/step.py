@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import CodeType, FunctionType, MethodType
 from typing import Any, Generic, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
@@ -26,7 +26,13 @@ from mirror._src.base.naming import (
 from mirror._src.base.types import StepFunction
 from mirror._src.engine.analysis import Analysis
 from mirror._src.engine.arguments import Call, Layout
-from mirror._src.engine.closures import is_time_to_look, leaked_names, referenced_ids, stale_array
+from mirror._src.engine.closures import (
+    Captured,
+    is_time_to_look,
+    leaked_names,
+    referenced_ids,
+    stale_array,
+)
 from mirror._src.engine.plan import ALL_REDUCE, IF_INTENDED, own_values
 from mirror._src.engine.program import StepProgram
 from mirror._src.engine.replica_function import TracedStep
@@ -339,20 +345,18 @@ def warn_about_leaks(warned: set[str], fn: StepFunction) -> None:
     )
 
 
-def warn_about_stale_arrays(
-    warned: set[str], fn: StepFunction, captured: Mapping[str, Any], runs: int
-) -> None:
+def warn_about_stale_arrays(warned: set[str], call: Call, captured: Captured, runs: int) -> None:
     """Warns about a captured array that was replaced since the step was compiled.
 
     Args:
         warned: Kinds of the warnings about this step that were issued.
-        fn: The step.
+        call: The call.
         captured: The program's `captured_arrays`.
         runs: Number of completed runs of the program.
     """
     if not is_time_to_look(runs):
         return
-    message = stale_array(fn, captured)
+    message = stale_array(call.fn, call.objects, captured)
     if message is not None and _is_first(warned, "stale"):
         warn_user(message)
 

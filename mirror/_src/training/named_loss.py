@@ -171,6 +171,9 @@ class NamedLoss:
         metrics: Names or functions `(outputs, labels)`, or a dict of them.
         num_classes: Number of classes, or None if the logits determine it.
         from_logits: Whether the model returns logits. Otherwise it returns probabilities.
+
+    Attributes:
+        metrics: The functions of the metrics, by name.
     """
 
     def __init__(
@@ -200,8 +203,8 @@ class NamedLoss:
             )
         self._key = labels
         self._weight = None if callable(sample_weight) else sample_weight
-        self._metrics = metric_functions(metrics, self._loss.kind, name)
-        self._of_logits = {key for key, fn in self._metrics.items() if is_named(fn)}
+        self.metrics = metric_functions(metrics, self._loss.kind, name)
+        self._of_logits = {key for key, fn in self.metrics.items() if is_named(fn)}
         self.labels: Labels | None = None
         if self._loss.kind == "classes":
             self.labels = Labels(self.labels_of, num_classes, are_columns=True)
@@ -235,7 +238,7 @@ class NamedLoss:
         losses = per_example(self._loss.fn(logits, labels))
         metrics = {
             name: fn(logits if name in self._of_logits else outputs, labels)
-            for name, fn in self._metrics.items()
+            for name, fn in self.metrics.items()
         }
         return losses, metrics
 

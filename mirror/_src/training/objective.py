@@ -135,6 +135,7 @@ class Objective:
 
     Attributes:
         loss_fn: The function, or the named loss.
+        functions: All functions that a step calls, the loss first.
         inspect: A function that validates each batch on the host before it is split, or None.
         evaluated: Names of metrics that only evaluation computes, known after a trace.
 
@@ -193,6 +194,8 @@ class Objective:
         self._class_weight = class_weight
         if class_weight is not None:
             self._require_class_weight(class_weight)
+        more = [penalty, sample_weight, labels, *getattr(self.loss_fn, "metrics", {}).values()]
+        self.functions = [self.loss_fn, *filter(callable, more)]
 
     def _require_class_weight(self, class_weight: Any) -> None:
         if self._labels is None:

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr
 
 from mirror._src.base.errors import counted
 from mirror._src.base.naming import name_of, warn_user
-from mirror._src.base.tracebacks import on_behalf_of, users_function
+from mirror._src.base.tracebacks import on_behalf_of, users_function, users_functions
 from mirror._src.base.types import PyTree
 from mirror._src.data.padded import PaddedBatch
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
@@ -349,7 +349,7 @@ def _of_first(step: Step) -> Step:
     def first(model: Any, batches: PyTree, masks: Any) -> Any:
         return step(model, *jax.tree.map(lambda x: x[0], (batches, masks)))
 
-    return on_behalf_of(first, users_function(step))
+    return on_behalf_of(first, *users_functions(step))
 
 
 def _name(step: Step) -> str:

@@ -20,7 +20,7 @@ from flax import nnx
 
 from mirror._src.base.errors import counted, describe, expected
 from mirror._src.base.naming import name_of
-from mirror._src.base.tracebacks import on_behalf_of, users_function
+from mirror._src.base.tracebacks import on_behalf_of, users_functions
 from mirror._src.base.types import Array, PyTree
 from mirror._src.engine.all_reduce import AllReduce
 from mirror._src.engine.examples import masking
@@ -71,7 +71,7 @@ def training_step(objective: Objective, wrt: Any, accumulate_steps: int) -> Call
         before.restore_unless(finite)
         return _with_scale(sums, scale, finite)
 
-    return on_behalf_of(train_step, objective.loss_fn)
+    return on_behalf_of(train_step, *objective.functions)
 
 
 def repeated(train_step: Callable[..., Sums]) -> Callable[..., Sums]:
@@ -108,7 +108,7 @@ def repeated(train_step: Callable[..., Sums]) -> Callable[..., Sums]:
         nnx.update((model, optimizer, *scales), state)
         return total
 
-    return on_behalf_of(train_steps, users_function(train_step))
+    return on_behalf_of(train_steps, *users_functions(train_step))
 
 
 def evaluation_step(objective: Objective) -> Callable[[nnx.Module, PyTree, Array], Sums]:
@@ -121,7 +121,7 @@ def evaluation_step(objective: Objective) -> Callable[[nnx.Module, PyTree, Array
         reduced = _all_reduced([], sums._replace(metrics={}), num_rows)[1]
         return reduced._replace(metrics=sums.metrics)
 
-    return on_behalf_of(evaluate_step, objective.loss_fn)
+    return on_behalf_of(evaluate_step, *objective.functions)
 
 
 def prediction_step(
@@ -142,7 +142,7 @@ def examples_of(objective: Objective, *, in_training: bool) -> Callable[..., lis
     def examples(model: nnx.Module, batch: PyTree, mask: Array) -> list[Array]:
         return objective.examples(model if in_training else _for_evaluation(model), batch, mask)
 
-    return on_behalf_of(examples, objective.loss_fn)
+    return on_behalf_of(examples, *objective.functions)
 
 
 def gradients_of(objective: Objective, wrt: Any) -> Callable[..., list[Array]]:
@@ -152,7 +152,7 @@ def gradients_of(objective: Objective, wrt: Any) -> Callable[..., list[Array]]:
     def compute_gradients(model: nnx.Module, batch: PyTree, mask: Array) -> list[Array]:
         return jax.tree.leaves(gradients(model, batch, mask, mask.size, None)[0])
 
-    return on_behalf_of(compute_gradients, objective.loss_fn)
+    return on_behalf_of(compute_gradients, *objective.functions)
 
 
 def _gradients(objective: Objective, wrt: Any) -> Callable[..., Gradients]:
