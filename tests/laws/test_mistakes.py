@@ -1201,6 +1201,74 @@ def a_selection_of_nothing():
     mirror.Trainer(linear(), optax.sgd(0.1), "mse", wrt=nnx.LoRAParam, strategy=strategy())
 
 
+@mistake(ValueError, names="wrt", values="['Param']", fix=["LoRAParam", "wrt=nnx.Param"])
+def an_optimizer_that_selects_nothing():
+    model = linear()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.LoRAParam)
+    mirror.Trainer(model, optimizer, "mse", strategy=strategy())
+
+
+def replaced(
+    change: Callable[[mirror.Trainer[Any]], Any], width: int = 1, **options: Any
+) -> Callable[[], Any]:
+    """Returns a program that trains a model, changes the trainer and trains it further."""
+
+    def program() -> None:
+        options.setdefault("strategy", strategy())
+        trainer = mirror.Trainer(of_width(width), optax.adam(0.1), squares, **options)
+        for _ in range(2):
+            trainer.fit([np.ones((4, 3), "f4")], progress=False)
+            change(trainer)
+
+    return program
+
+
+def squares(model, x):
+    return (model(x) ** 2).sum(-1)
+
+
+def set_to(name: str, value: Any) -> Callable[[mirror.Trainer[Any]], None]:
+    return lambda trainer: setattr(trainer, name, value)
+
+
+def of_width(width: int) -> nnx.Linear:
+    return nnx.Linear(3, width, rngs=nnx.Rngs(0))
+
+
+KERNEL = nnx.PathContains("kernel")
+STATE = "optimizer.opt_state[0].mu['kernel']"
+NEW_OPTIMIZER = "trainer.optimizer = nnx.Optimizer(trainer.model, tx, wrt=nnx.Param)"
+mistakes(
+    {
+        "a wider model": (
+            replaced(set_to("model", of_width(2))),
+            ValueError,
+            says(names=STATE, values=["(3, 1)", "(3, 2)"], fix=NEW_OPTIMIZER),
+        ),
+        "a wider model, whose state cannot be broadcast": (
+            replaced(set_to("model", of_width(3)), 2),
+            ValueError,
+            says(names=STATE, values=["(3, 2)", "(3, 3)"], fix=NEW_OPTIMIZER),
+        ),
+        "a model without what wrt selects": (
+            replaced(set_to("model", nnx.LayerNorm(3, rngs=nnx.Rngs(0))), wrt=KERNEL),
+            ValueError,
+            says(names="wrt", values="['Param']", fix="wrt=nnx.Param"),
+        ),
+        "a number as a model": (
+            replaced(set_to("model", 3)),
+            TypeError,
+            says(names="model", values=3, fix="nnx.bridge.ToNNX"),
+        ),
+        "a transformation as an optimizer": (
+            replaced(set_to("optimizer", optax.sgd(0.1))),
+            TypeError,
+            says(names="optimizer", fix="nnx.Optimizer(trainer.model, tx, wrt=nnx.Param)"),
+        ),
+    }
+)
+
+
 @mistake(TypeError, names="buffer", values="memory", fix="vars(options)")
 def a_writable_buffer():
     run(lambda x, buffer: x, batch(), memoryview(bytearray(3)))

@@ -493,6 +493,27 @@ def test_wrt_keeps_other_variables_unchanged(subtests, two, rows):
             assert abs(model.b[...] - 0.125) > 0.1
 
 
+@rows("options", {"": {}, "pieces": {"accumulate_steps": 2}, "group": {"steps_per_execution": 2}})
+def test_callback_may_replace_the_optimizer_by_one_of_more_variables(two, options):
+    class Unfreeze(mirror.callbacks.Callback):
+        def on_epoch_begin(self, fit):
+            if fit.position.epoch == 1:
+                fit.trainer.optimizer = nnx.Optimizer(fit.trainer.model, tx, wrt=nnx.Param)
+
+    tx, only_b = optax.sgd(0.1), nnx.PathContains("b")
+    trainer = mirror.Trainer(Line(), tx, squares, wrt=only_b, strategy=two, **options)
+    start = np.asarray(trainer.model.w[...])
+    trainer.fit(batches(), progress=False)
+    np.testing.assert_array_equal(trainer.model.w[...], start)
+    trainer.fit(batches(), 2, callbacks=Unfreeze(), progress=False)
+    one = mirror.Trainer(Line(), tx, squares, wrt=only_b, strategy=cpu_strategy(1))
+    one.fit(batches(), progress=False)
+    one.fit(batches(), progress=False)
+    one = mirror.Trainer(one.model, tx, squares, strategy=cpu_strategy(1))
+    one.fit(batches(), progress=False)
+    np.testing.assert_allclose(trainer.model.w[...], one.model.w[...], rtol=1e-5)
+
+
 @ignores_padding
 def test_fit_keeps_the_mode_and_evaluate_uses_evaluation_mode(two):
     model = Normed()

@@ -15,11 +15,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
-from mirror._src.base.errors import counted, describe, expected
-from mirror._src.base.naming import name_of
+from mirror._src.base.errors import counted, describe, expected, listing
+from mirror._src.base.naming import keys, name_of
 from mirror._src.base.tracebacks import on_behalf_of, users_functions
 from mirror._src.base.types import Array, PyTree
 from mirror._src.engine.all_reduce import AllReduce
@@ -33,13 +34,13 @@ Gradients = tuple[list[PyTree], Sums]
 """The gradient of the loss, or of the values and of the weights of a `Weighted` loss; the sums."""
 
 
-def training_step(objective: Objective, wrt: Any, accumulate_steps: int) -> Callable[..., Sums]:
+def training_step(objective: Objective, accumulate_steps: int) -> Callable[..., Sums]:
     """Returns a step that makes one update with one batch.
 
     With a loss scale, it makes none if a gradient is not finite: the model and the optimizer keep
     what they had before the step, also their running statistics, which could be infinite or NaN.
     """
-    gradients = _gradients(objective, wrt)
+    gradients = _gradients(objective)
     if accumulate_steps > 1:
         gradients = _accumulated(gradients, accumulate_steps)
 
@@ -57,12 +58,12 @@ def training_step(objective: Objective, wrt: Any, accumulate_steps: int) -> Call
         num_rows = mask.size * context.num_replicas_in_sync
         before = None if loss_scale is None else Snapshot((model, optimizer))
         scale = None if loss_scale is None else loss_scale.current[...]
-        means, local_sums = gradients(model, batch, mask, num_rows, scale)
+        means, local_sums = gradients(model, optimizer.wrt, batch, mask, num_rows, scale)
         totals, sums = _all_reduced(means, local_sums, num_rows)
         grads = _divided(totals, sums, num_rows)
         if loss_scale is not None:  # before smaller dtypes round it
             grads = loss_scale.unscale(grads)
-        grads = _like(grads, model, wrt)
+        grads = _like(grads, model, optimizer.wrt)
         if loss_scale is None or before is None:
             update(optimizer, model, grads, _mean_loss(sums))
             return sums
@@ -147,15 +148,15 @@ def examples_of(objective: Objective, *, in_training: bool) -> Callable[..., lis
 
 def gradients_of(objective: Objective, wrt: Any) -> Callable[..., list[Array]]:
     """Returns a step that computes the gradients of one replica, which it would all-reduce."""
-    gradients = _gradients(objective, wrt)
+    gradients = _gradients(objective)
 
     def compute_gradients(model: nnx.Module, batch: PyTree, mask: Array) -> list[Array]:
-        return jax.tree.leaves(gradients(model, batch, mask, mask.size, None)[0])
+        return jax.tree.leaves(gradients(model, wrt, batch, mask, mask.size, None)[0])
 
     return on_behalf_of(compute_gradients, *objective.functions)
 
 
-def _gradients(objective: Objective, wrt: Any) -> Callable[..., Gradients]:
+def _gradients(objective: Objective) -> Callable[..., Gradients]:
     """Returns a function that computes the gradients of one replica's loss.
 
     Gradients of a `Weighted` loss are sums in float32, which can be added up: the total weight is
@@ -164,7 +165,7 @@ def _gradients(objective: Objective, wrt: Any) -> Callable[..., Gradients]:
     """
 
     def gradients(
-        model: nnx.Module, batch: PyTree, mask: Array, num_rows: int, scale: Array | None
+        model: nnx.Module, wrt: Any, batch: PyTree, mask: Array, num_rows: int, scale: Array | None
     ) -> Gradients:
         graphdef, state = nnx.split(model)
         before = jax.tree.map(lambda x: x, state)  # the state holds the variables themselves
@@ -187,6 +188,8 @@ def _gradients(objective: Objective, wrt: Any) -> Callable[..., Gradients]:
             assert weights is not None
             return scaled(_total(weights, sums), divisor), None
 
+        if wrt is not nnx.Param:  # a model may have statistics only
+            _require_selection(model, wrt)
         _require_floats(model, wrt)
 
         def gradient(of: Callable[..., Any], model: nnx.Module) -> Any:
@@ -353,7 +356,7 @@ def _accumulated(gradients: Callable[..., Gradients], num_pieces: int) -> Callab
     """Computes the same gradients from pieces of the batch, one at a time, to save memory."""
 
     def accumulated(
-        model: nnx.Module, batch: PyTree, mask: Array, num_rows: int, scale: Array | None
+        model: nnx.Module, wrt: Any, batch: PyTree, mask: Array, num_rows: int, scale: Array | None
     ) -> Gradients:
         def split_rows(x: Array) -> Array:
             return x.reshape(num_pieces, x.shape[0] // num_pieces, *x.shape[1:])
@@ -366,7 +369,7 @@ def _accumulated(gradients: Callable[..., Gradients], num_pieces: int) -> Callab
             model = nnx.merge(graphdef, keys, state, copy=True)
             context.piece, *examples = piece
             try:
-                result = gradients(model, *examples, num_rows, scale)
+                result = gradients(model, wrt, *examples, num_rows, scale)
             finally:
                 context.piece = None
             return _split(model)[2], result
@@ -422,15 +425,23 @@ def make_optimizer(
                 f"`wrt` ({describe(wrt)}) cannot be combined with an nnx.Optimizer, which already "
                 f"has wrt={describe(tx.wrt)}. Omit wrt."
             )
+        if tx.wrt is not nnx.Param:
+            _require_selection(model, tx.wrt)
         return tx
     require_transformation(tx)
-    if wrt is not None and not jax.tree.leaves(nnx.state(model, wrt)):
-        kinds = sorted({type(x).__name__ for _, x in nnx.to_flat_state(nnx.state(model))})
-        raise ValueError(
-            f"`wrt` ({describe(wrt)}) selects no variable of the model, so nothing would train. "
-            f"Its variables are of the types {kinds}. Select some of them, such as wrt=nnx.Param."
-        )
+    if wrt is not None:
+        _require_selection(model, wrt)
     return nnx.Optimizer(model, tx, wrt=nnx.Param if wrt is None else wrt)
+
+
+def _require_selection(model: nnx.Module, wrt: Any) -> None:
+    if jax.tree.leaves(nnx.state(model, wrt)):
+        return
+    kinds = sorted({type(x).__name__ for _, x in nnx.to_flat_state(nnx.state(model))})
+    raise ValueError(
+        f"`wrt` ({describe(wrt)}) selects no variable of the model, so nothing would train. "
+        f"Its variables are of the types {kinds}. Select some of them, such as wrt=nnx.Param."
+    )
 
 
 def update(
@@ -442,15 +453,54 @@ def update(
         Exception: What the transformation raises, with a note on what it receives.
     """
     value = _value_for(optimizer, loss)
+    before = jax.tree.map(jax.typeof, _trained(optimizer, model))
     try:
         optimizer.update(model, gradients, **value)
+        # Arrays of other shapes may also be broadcast.
+        if _shapes(before) != _shapes(_trained(optimizer, model)):
+            _require_fitting(optimizer, *before)
     except Exception as error:
+        _require_fitting(optimizer, *before)
         error.add_note(
             "The update of the optimizer has raised this. mirror.Trainer passes the gradients, the "
             "parameters and, as `value`, the loss. For an optimizer that needs more, such as a "
             "line search, write the step and call strategy.run(step, args)."
         )
         raise
+
+
+def _trained(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> tuple[PyTree, PyTree]:
+    return nnx.state(model, optimizer.wrt), optimizer.opt_state
+
+
+def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {keys(path).removesuffix(".value"): np.shape(leaf) for path, leaf in leaves}
+
+
+def _require_fitting(optimizer: nnx.Optimizer[Any], params: PyTree, state: PyTree) -> None:
+    """Rejects the state of an optimizer that is for parameters of other shapes.
+
+    Raises:
+        ValueError: If its arrays have other shapes than a new state for the parameters.
+    """
+    try:
+        needed = _shapes(jax.eval_shape(optimizer.tx.init, params))
+    except Exception:
+        return
+    has = _shapes(state)
+    wrong = [name for name in needed | has if needed.get(name) != has.get(name)]
+    if wrong:
+        lines = [
+            f"optimizer.opt_state{name}: {has.get(name, 'missing')}, but the model needs "
+            f"{needed.get(name, 'no such array')}"
+            for name in wrong
+        ]
+        raise ValueError(
+            f"The state of the optimizer does not have the shapes of the model:\n{listing(lines)}\n"
+            "It is for another model, or the model has changed. Create it for this one: "
+            "trainer.optimizer = nnx.Optimizer(trainer.model, tx, wrt=nnx.Param)."
+        ) from None
 
 
 def _value_for(optimizer: nnx.Optimizer[Any], loss: Array) -> dict[str, Array]:

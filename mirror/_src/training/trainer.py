@@ -232,9 +232,7 @@ class Trainer(Generic[M]):
         require_equal: bool | None = None,
     ) -> None:
         if not isinstance(model, nnx.Module):
-            raise TypeError(
-                f"`model` must be an nnx.Module, got {describe(model)}. {advice_for_model(model)}"
-            )
+            raise TypeError(expected("model", model, "an nnx.Module", advice_for_model(model)))
         if not isinstance(strategy, Strategy | RemoteStrategy | None):
             raise TypeError(
                 f"`strategy` must be a mirror.Strategy, got {describe(strategy)}. Pass "
@@ -335,7 +333,7 @@ class Trainer(Generic[M]):
 
     def _training_of(self, pieces: int) -> Training:
         objective, local = self._objective, self._local
-        make = functools.partial(steps.training_step, objective, self._objects["optimizer"].wrt)
+        make = functools.partial(steps.training_step, objective)
         step = make(pieces)
         whole = step if pieces == 1 else make(1)
         evaluate = steps.evaluation_step(objective)
@@ -360,6 +358,8 @@ class Trainer(Generic[M]):
     @model.setter
     def model(self, model: M) -> None:
         self._require_local("model")
+        if not isinstance(model, nnx.Module):
+            raise TypeError(expected("model", model, "an nnx.Module", advice_for_model(model)))
         self._precision.set_on(model)
         self._objects["model"] = model
         self._num_parameters = num_parameters(model)
@@ -373,6 +373,9 @@ class Trainer(Generic[M]):
     @optimizer.setter
     def optimizer(self, optimizer: nnx.Optimizer[Any]) -> None:
         self._require_local("optimizer")
+        if not isinstance(optimizer, nnx.Optimizer):
+            fix = "Pass nnx.Optimizer(trainer.model, tx, wrt=nnx.Param)."
+            raise TypeError(expected("optimizer", optimizer, "an nnx.Optimizer", fix))
         self._objects["optimizer"] = optimizer
 
     @api_boundary
