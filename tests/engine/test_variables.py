@@ -4,6 +4,7 @@ import copy
 import functools
 import pickle
 import threading
+import types
 from collections.abc import Iterator
 
 import jax
@@ -725,6 +726,67 @@ def test_rebound_name_reads_the_new_variable(two):
     for i in (2, 4):
         assert list(map(float, two.run(step))) == [10 + i, 20 + i]
     assert [float(x) for x in before] == [2, 2]
+
+
+class Holder:
+    """An object that contains variables at several depths."""
+
+    def __init__(self):
+        self.items, self.inner = {"a": [None]}, types.SimpleNamespace(v=None)
+
+    def of_item(self, *_):
+        return self.items["a"][0][...]
+
+    def of_inner(self, *_):
+        return self.inner.v[...]
+
+    def rebind(self, value):
+        global REBOUND
+        REBOUND = self.items["a"][0] = self.inner.v = variable(value, "sum")
+
+
+HOLDER, REBOUND = Holder(), None
+
+
+def of_helper():
+    return REBOUND[...]
+
+
+FUNCTIONS = {
+    "an item of an attribute": HOLDER.of_item,
+    "an attribute of an attribute": HOLDER.of_inner,
+    "a global's item": lambda *_: HOLDER.items["a"][0][...],
+    "a helper's global": lambda *_: of_helper(),
+    "a jitted method": jax.jit(HOLDER.of_inner),
+}
+
+
+@rows("step", FUNCTIONS)
+def test_replaced_item_reads_the_new_variable(two, step):
+    for value in (1.0, 2.0, 3.0):
+        HOLDER.rebind(value)
+        assert [float(two.run(step)) for _ in range(3)] == [value] * 3
+
+
+@rows("function", FUNCTIONS)
+def test_functions_of_a_trainer_read_the_new_variable(two, function):
+    def losses(model, x):
+        return 0 * model(x)[:, 0]
+
+    def trainer(loss_fn, **options):
+        model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+        return mirror.Trainer(model, optax.sgd(0.1), loss_fn, strategy=two, **options)
+
+    HOLDER.rebind(0.0)
+    trainers = [
+        trainer(lambda *args: losses(*args) + function()),
+        trainer(losses, penalty=lambda model: function()),
+        trainer(lambda *args: losses(*args) + 1, sample_weight=lambda x: 0 * x[:, 0] + function()),
+    ]
+    for value in (1.0, 2.0, 3.0):
+        HOLDER.rebind(value)
+        for each in trainers:
+            assert each.fit([np.ones((2, 1), "f4")] * 3, progress=False)["loss"] == [value]
 
 
 @rows("pair", each_executor)

@@ -13,7 +13,6 @@ where an extra object does no harm. Delete the guess once the jaxpr says where a
 
 import contextlib
 import functools
-import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -134,17 +133,30 @@ def _globals_of(code: CodeType, values: Mapping[str, Any]) -> Iterator[tuple[str
 
 def _expanded(named: Named, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
     """Yields named values and what they contain, breadth first, each value once."""
-    inner: list[tuple[str, Any]] = []
-    for path, value in named:
-        if id(value) in seen and not isinstance(value, _LEAVES):
-            continue
-        seen.add(id(value))
-        yield path, value
-        if depth and not isinstance(value, _LEAVES):
-            with contextlib.suppress(Exception):  # a proxy whose attributes raise
-                inner += _contained(path, value)
-    if inner:
-        yield from _expanded(inner, seen, depth - 1)
+    return ((chain[-1], value) for chain, value in _chains(named, seen, depth))
+
+
+def _chains(named: Named, seen: set[int], depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields the same values with the paths of what contains them, outermost first."""
+    level = [((path,), value) for path, value in named]
+    for remaining in reversed(range(depth + 1)):
+        inner: list[tuple[Any, Any]] = []
+        for chain, value in level:
+            is_leaf = isinstance(value, (*_LEAVES, Variable))
+            if id(value) in seen and not is_leaf:
+                continue
+            seen.add(id(value))
+            yield chain, value
+            if remaining and not is_leaf:
+                inner += [((*chain, path), each) for path, each in _items(chain[-1], value)]
+        level = inner
+
+
+def _items(path: str, value: Any) -> list[tuple[str, Any]]:
+    try:
+        return _contained(path, value)
+    except Exception:  # a proxy whose attributes raise
+        return []
 
 
 def _contained(path: str, value: Any) -> list[tuple[str, Any]]:
@@ -421,26 +433,37 @@ def stale_message(fn: Callable[..., Any], tracer: jax.core.Tracer) -> str:
     )
 
 
-def referenced_variables(fn: Callable[..., Any]) -> list[Variable]:
-    """Returns the variables in a function's closure, named globals and bound objects.
-
-    Includes the attributes of the objects there, but no deeper levels.
-    """
-    values = [value for _, value in referenced(fn)]
-    attributes = [vars(value).values() for value in values if _has_attributes(value)]
-    candidates = [*values, *itertools.chain.from_iterable(attributes)]
-    return [value for value in candidates if isinstance(value, Variable)]
+Places = Sequence[tuple[int, tuple[str, ...], Variable]]
+"""Where functions name variables: the number of the function, paths, and the variable."""
 
 
-def referenced_ids(fn: Callable[..., Any]) -> list[int]:
-    """Returns the `id` of each of the `referenced_variables` of a function."""
-    return list(map(id, referenced_variables(fn)))
+def places_of(fn: Callable[..., Any], variables: Iterable[Variable]) -> Places:
+    """Returns where the functions of a step name the variables that it captures."""
+    ids = set(map(id, variables))
+    places = [
+        (i, chain, value)
+        for i, each in enumerate(users_functions(fn))
+        for chain, value in _chains(referenced(each), set(), _DEPTH)
+        if id(value) in ids
+    ]
+    # Two values may have one path, because names in code are a guess.
+    return [place for place in places if are_current(fn, [place])]
 
 
-def _has_attributes(value: object) -> bool:
-    """Whether this is an object whose attributes a step may read variables from."""
-    is_instance = not isinstance(value, type | ModuleType | Variable) and not callable(value)
-    return is_instance and hasattr(value, "__dict__")
+def are_current(fn: Callable[..., Any], places: Places) -> bool:
+    """Whether the functions of a step still name the same variables: called before each run."""
+    functions = users_functions(fn)
+    items: dict[Any, dict[str, Any]] = {}  # what each chain contains
+    for i, chain, variable in places:
+        value = None
+        for k, path in enumerate(chain):
+            outer = i, chain[:k]
+            if outer not in items:
+                items[outer] = dict(_items(chain[k - 1], value) if k else referenced(functions[i]))
+            value = items[outer].get(path)
+        if value is not variable:
+            return False
+    return True
 
 
 def _would_be_constant(value: object) -> bool:

@@ -28,9 +28,11 @@ from mirror._src.engine.analysis import Analysis
 from mirror._src.engine.arguments import Call, Layout
 from mirror._src.engine.closures import (
     Captured,
+    Places,
+    are_current,
     is_time_to_look,
     leaked_names,
-    referenced_ids,
+    places_of,
     stale_array,
 )
 from mirror._src.engine.plan import ALL_REDUCE, IF_INTENDED, own_values
@@ -160,7 +162,7 @@ class Step:
         self.own_values: dict[Any, dict[int, str]] = {}
         self.code = None if is_our_module(getattr(fn, "__module__", None)) else code_of(fn)
         self.variables: Sequence[Variable] = ()
-        self._referenced: list[int] = []
+        self._places: Places = ()
         # An entry exists while a thread makes a program or waits for it.
         self._making: WeakValueDictionary[Any, threading.RLock] = WeakValueDictionary()
         self._lock = threading.Lock()
@@ -173,7 +175,7 @@ class Step:
     def captured(self, fn: StepFunction) -> Sequence[Variable]:
         """Returns `variables`; none if a name in the step now refers to another variable."""
         with self._lock:
-            if self.variables and self._referenced != referenced_ids(fn):
+            if self.variables and not are_current(fn, self._places):
                 self.variables = ()
             return self.variables
 
@@ -181,7 +183,8 @@ class Step:
         """Adds variables that a trace has found."""
         with self._lock:
             merged = {id(variable): variable for variable in (*self.variables, *variables)}
-            self.variables, self._referenced = tuple(merged.values()), referenced_ids(fn)
+            self.variables = tuple(merged.values())
+            self._places = places_of(fn, self.variables)
 
 
 class _Lone:

@@ -26,9 +26,10 @@ from mirror._src.devices.described import GpuCompilerError, described_gpus
 from mirror._src.devices.transfer import UnstackedArrays
 from mirror._src.engine.all_reduce import AllReduce
 from mirror._src.engine.arguments import hoist_nested
-from mirror._src.engine.closures import STORED, referenced_variables
+from mirror._src.engine.closures import STORED, reachable
 from mirror._src.engine.per_replica import per_replica
 from mirror._src.engine.program import ArrayEscapedError, StandIn
+from mirror._src.engine.variable import Variable
 from mirror._src.inspection.measurement import with_objects
 from mirror._src.inspection.memory import MemoryReport, memory_report, memory_table
 from mirror._src.jaxprs.trace import struct_of
@@ -168,7 +169,9 @@ def _require_no_captured_variables(text: str, step: StepFunction) -> None:
     Raises:
         WorkloadError: If the step captures such a variable.
     """
-    for variable in referenced_variables(step):
+    for _, variable in reachable(step):
+        if not isinstance(variable, Variable):
+            continue
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(variable.get_raw_value())):
             name = variable.get_metadata("name") or "a mirror.Variable"
             raise WorkloadError(
