@@ -121,6 +121,13 @@ def second_mean(mask, x):
     return (x - x.mean(0)).sum(-1)
 
 
+def picked_at(x, index):
+    """Returns the number at an index vector."""
+    axes = tuple(range(x.ndim))
+    dimensions = jax.lax.GatherDimensionNumbers((), axes, axes)
+    return jax.lax.gather(x, index, dimensions, (1,) * x.ndim)
+
+
 def temperature(mask, x, w):
     scores = jnp.where(everywhere(mask), x @ everywhere(x).T, -1e9)
     return jax.nn.logsumexp(scores * jnp.minimum(jnp.exp(w[0, 0]), 100), -1)
@@ -130,6 +137,17 @@ ONE_BY_ONE = {
     "dense": (lambda _, x, w: jax.nn.softmax(x @ w).max(-1), X, WEIGHTS),
     "entropy": (lambda _, x, w, y: entropy(x @ w, y), X, WEIGHTS, LABELS),
     "picked": (lambda _, x, y: jax.nn.log_softmax(x)[jnp.arange(ROWS), y], X, LABELS),
+    "picked with a new axis": (
+        lambda _, x, t: x[jnp.arange(ROWS)[:, None], t].sum(-1),
+        X,
+        TOKENS,
+    ),
+    "positions along the second axis": (lambda _, x: x[jnp.arange(ROWS)[None], 0][0], X),
+    "the index of one row": (
+        lambda _, x, y: x.sum(-1) + picked_at(jnp.ones(8), y),
+        *map(one, (X, LABELS)),
+    ),
+    "the position of one row": (lambda _, x: picked_at(x[:, 0], jnp.arange(1))[None], one(X)),
     "margin": (margin, X, LABELS),
     "states at lengths": (last_states, LONG, LABELS),
     "margin of one row": (margin, *map(one, (X, LABELS))),  # JAX gathers differently
@@ -231,6 +249,13 @@ EXCLUDED = {  # padding does not enter
     ),
 }
 ACROSS = {
+    "an index vector of all rows": (
+        lambda _, x, y: x.sum(-1) * picked_at(jnp.ones((2,) * ROWS), y),
+        X,
+        LABELS,
+    ),
+    "labels with positions": (lambda _, x, y: x[y, jnp.arange(ROWS)], X, LABELS),
+    "squeezed": (lambda _, x: x.sum(-1) - summed(x[0]).sum(), one(X)),
     **{
         f"bits of rows, {fill}": (
             lambda m, y, reduce=reduce, fill=fill: y - reduce(jnp.where(m, y, fill)),

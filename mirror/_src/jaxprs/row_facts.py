@@ -266,11 +266,16 @@ class RowAxis(NamedTuple):
         return self._replace(axis=axis)
 
 
+ALONE = -500
+"""The axis of the only row of a replica that lies along no axis of the array."""
 Axes = frozenset[RowAxis]
 NO_AXES: Axes = frozenset()
 NO_LINES: Lines = frozenset()
 Fills = frozenset[tuple[RowAxis, Value]]
 NO_FILLS: Fills = frozenset()
+Positions = frozenset[tuple[RowAxis, int]]
+NO_POSITIONS: Positions = frozenset()
+ANY_COLUMN = -1
 
 
 Excludes = Callable[[Value], bool]
@@ -305,7 +310,7 @@ class Rows(NamedTuple):
         undefined: Lines at which numbers became NaN, of a value with known numbers that are NaN.
         unknown: Lines of operations that the pass does not know.
         is_mask: Whether it is computed from the mask and constants only.
-        is_index: Whether it is computed from an index of rows and constants only.
+        positions: Axes along which entry i is i, or the column i of the last axis that they are in.
         num_summed: Number of entries, with padding, that were summed over rows; 0 if unknown.
         factor: Product of the constants by which their sum was multiplied.
     """
@@ -320,7 +325,7 @@ class Rows(NamedTuple):
     undefined: Lines = NO_LINES
     unknown: Lines = NO_LINES
     is_mask: bool = False
-    is_index: bool = False
+    positions: Positions = NO_POSITIONS
     num_summed: int = 0
     factor: float = 1.0
 
@@ -328,7 +333,10 @@ class Rows(NamedTuple):
         """Returns the value with its axes moved; an axis may be split, or vanish."""
         axes = frozenset(new for axis in self.axes for new in move(axis))
         fills = frozenset((new, value) for axis, value in self.fills for new in move(axis))
-        return self._replace(axes=axes, fills=fills)
+        positions = frozenset(
+            (new, column) for axis, column in self.positions for new in move(axis)
+        )
+        return self._replace(axes=axes, fills=fills, positions=positions)
 
     def value(self, axis: RowAxis) -> Value:
         """Returns the number that entries of padding along an axis are."""
@@ -407,7 +415,7 @@ def join(operands: Sequence[Rows]) -> Rows:
         NO_AXES.union(*(x.axes for x in facts)),
         constant=common([x.constant for x in operands]),
         is_mask=bool(facts) and all(x.is_mask for x in facts),
-        is_index=bool(facts) and all(x.is_index for x in facts),
+        positions=frozenset.intersection(*(x.positions for x in facts)) if facts else NO_POSITIONS,
         **lines,
     )
     return joined.filled(lambda axis: common([x.value(axis) for x in operands]))

@@ -1,7 +1,7 @@
 """The rules of `rows`: what each operation does with the rows of the batch."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
@@ -18,11 +18,15 @@ from mirror._src.jaxprs.primitives import (
     axis_after,
 )
 from mirror._src.jaxprs.row_facts import (
+    ALONE,
+    ANY_COLUMN,
     NO_AXES,
     NO_FILLS,
     NO_LINES,
+    NO_POSITIONS,
     SOME_NAN,
     Place,
+    Positions,
     RowAxis,
     Rows,
     Value,
@@ -62,7 +66,7 @@ def _elementwise(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
         joined = _scaled(eqn, operands, joined, line)
     joined = _still_summed(eqn, operands, joined)
     if name not in _KEEPS_INDEX or (name == "add" and not _adds_size(eqn)):
-        joined = joined._replace(is_index=False)
+        joined = joined._replace(positions=NO_POSITIONS)
     return joined
 
 
@@ -105,6 +109,8 @@ def moved(eqn: JaxprEqn, value: Rows) -> Rows:
 
     def move(row: RowAxis) -> tuple[RowAxis, ...]:
         axis = row.axis if row.axis < 0 else axis_after(eqn, row.axis)
+        if axis is None and eqn.primitive.name == "squeeze":
+            axis = ALONE
         return () if axis is None else (row.at(axis),)
 
     return value.moved(move)
@@ -123,7 +129,7 @@ def _reduction(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
         result = result.spread(joined, axes)
     num_summed = count * max(operands[0].num_summed, 1) if is_sum else 0
     factor = operands[0].factor if is_sum else 1.0
-    return result._replace(is_index=False, num_summed=num_summed, factor=factor)
+    return result._replace(positions=NO_POSITIONS, num_summed=num_summed, factor=factor)
 
 
 def _along(*names: str) -> Rule:
@@ -152,14 +158,14 @@ def _sort(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     keys, axes = join(operands[: eqn.params["num_keys"]]), [eqn.params["dimension"]]
     result = _shuffled(eqn, keys, axes, line)
     fills = result.fills if len(operands) == 1 else NO_FILLS
-    return join([result, *operands])._replace(is_index=False, fills=fills)
+    return join([result, *operands])._replace(positions=NO_POSITIONS, fills=fills)
 
 
 def _shuffled(eqn: JaxprEqn, value: Rows, axes: Iterable[int], line: Place) -> Rows:
     """Returns the value after entries along some axes were combined, or moved to others."""
     name, axes = eqn.primitive.name, set(axes)
     result = value.without(axes, line, neutral(name, dtype_of(eqn.invars[0])))
-    result = result._replace(is_index=False, constant=None)
+    result = result._replace(positions=NO_POSITIONS, constant=None)
     if name not in ("top_k", "approx_top_k"):  # whose results are examples only
         result = result._replace(axes=value.axes)
 
@@ -190,7 +196,14 @@ def _unstack(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
 
 def _stack(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
     axis = eqn.params["axis"]
-    return join(operands).moved(lambda row: (row.at(row.axis + (row.axis >= axis)),))
+    joined = join(operands).moved(lambda row: (row.at(row.axis + (row.axis >= axis)),))
+    is_last = axis == len(_shape(eqn.outvars[0])) - 1
+    return joined._replace(positions=_columns(operands) if is_last else NO_POSITIONS)
+
+
+def _columns(operands: list[Rows]) -> Positions:
+    """Returns of which columns a value knows that they are an index of rows, one per operand."""
+    return frozenset((axis, k) for k, x in enumerate(operands) for axis, _ in x.positions)
 
 
 def _reshape(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
@@ -217,7 +230,10 @@ def _reshape(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
             lost.append(row)
         return found
 
-    moved = operands[0].moved(move)
+    positions = frozenset(
+        x for x in operands[0].positions if old[: x[0].axis + 1] == new[: x[0].axis + 1]
+    )
+    moved = operands[0]._replace(positions=NO_POSITIONS).moved(move)._replace(positions=positions)
     return moved._replace(unknown=moved.unknown | {line}) if lost else moved
 
 
@@ -228,7 +244,9 @@ def _slice(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
         result = join([result, other._replace(axes=NO_AXES)])
     shape = _shape(eqn.invars[0])
     cut = {axis for axis, size in enumerate(shape) if sizes[axis] != size}
-    return _picked(result._replace(constant=operands[0].constant, is_index=False), cut, line)
+    return _picked(
+        result._replace(constant=operands[0].constant, positions=NO_POSITIONS), cut, line
+    )
 
 
 def _picked(value: Rows, cut: set[int], line: Place) -> Rows:
@@ -248,9 +266,11 @@ def _split(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
 
 
 def _concatenate(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
-    # Indices [i, j] of rows and columns are indices of rows, as in logits[jnp.arange(n), labels].
-    joined = join(operands)._replace(is_index=any(x.is_index for x in operands))
-    axes = {eqn.params["dimension"]} if len(operands) > 1 else set()
+    # Indices [i, j] of rows and columns, as in logits[jnp.arange(n), labels].
+    dimension, ndim = eqn.params["dimension"], len(_shape(eqn.outvars[0]))
+    are_columns = dimension == ndim - 1 and all(_shape(x)[-1] == 1 for x in eqn.invars)
+    joined = join(operands)._replace(positions=_columns(operands) if are_columns else NO_POSITIONS)
+    axes = {dimension} if len(operands) > 1 else set()
     return _extended(joined, axes, operands)
 
 
@@ -310,7 +330,7 @@ def _dot(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
         place |= {d: -1000 - k for k, d in enumerate(contracted[i])}
         sides.append(_placed(operands[i], place))
     constant = product([x.constant for x in sides])
-    joined = join(sides)._replace(constant=constant, is_index=False)
+    joined = join(sides)._replace(constant=constant, positions=NO_POSITIONS)
     joined = joined.filled(lambda axis: product([x.value(axis) for x in sides]))
     axes = [-1000 - k for k in range(len(contracted[0]))]
     is_sum = any(row.axis in axes for row in joined.axes)
@@ -346,8 +366,24 @@ def _window(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     return _shuffled(eqn, join(operands), axes, line)
 
 
+def _of_vectors(eqn: JaxprEqn, indices: Rows, line: Place) -> Rows:
+    """Returns indices whose last axis, with the numbers of one index, has no rows."""
+    last = len(_shape(eqn.invars[1])) - 1
+    alone = indices.moved(
+        lambda row: (row.at(ALONE if (row.axis, row.size) == (last, 1) else row.axis),)
+    )
+    positions = frozenset(x for x in alone.positions if x[0].axis != last)
+    return alone.without([last], line)._replace(positions=positions)
+
+
+def _indexed(indices: Rows, dims: Sequence[int], axis: int) -> list[int]:
+    """Returns the axes along which entry i of the indices is i for an axis of the array."""
+    columns = (ANY_COLUMN, list(dims).index(axis)) if axis in dims else ()
+    return sorted(row.axis for row, column in indices.positions if column in columns)
+
+
 def _gather(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
-    array, indices = operands[0].cut(), operands[1]
+    array, indices = operands[0].cut(), _of_vectors(eqn, operands[1], line)
     dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     shape = _shape(eqn.invars[0])
     batch = [d for d in range(len(_shape(eqn.outvars[0]))) if d not in dims.offset_dims]
@@ -363,17 +399,15 @@ def _gather(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     if any(row.size == 1 and row.axis in place for row in array.axes):
         indices = indices.moved(lambda row: (row,) if row.size > 1 else ())
     moved = indices.moved(lambda row: (row.at(batch[row.axis] if row.axis >= 0 else row.axis),))
-    moved = moved._replace(is_mask=False, is_index=False)
+    moved = moved._replace(is_mask=False, positions=NO_POSITIONS)
     picked = {
         d for d in dims.start_index_map if sizes[d] != shape[d] or d in dims.collapsed_slice_dims
     }
-    if indices.is_index:  # entry i of the result is from row i
-        rows = {
-            x for x in array.axes if x.axis in picked and not x.origin and x.size == shape[x.axis]
-        }
-        places = {x: x.at(batch[0]) for x in rows}
-    else:
-        places = {}
+    places = {}  # of rows of which entry i of the result is row i
+    for x in array.axes:
+        along = _indexed(indices, dims.start_index_map, x.axis)
+        if along and sizes[x.axis] == 1 and not x.origin and x.size == shape[x.axis]:
+            places[x] = x.at(batch[along[0]] if along[0] >= 0 else along[0])
     result = array
     lost = {x for x in array.axes if x.axis in picked and x not in places}
     joined = {x for x in lost if x.origin == "joined"}
@@ -394,7 +428,7 @@ def _gather(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
 
 
 def _scatter(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
-    array, indices, updates = operands
+    array, indices, updates = operands[0], _of_vectors(eqn, operands[1], line), operands[2]
     dims = eqn.params["dimension_numbers"]
     joined = join([array, indices._replace(axes=NO_AXES), updates._replace(axes=NO_AXES)])
     window = sorted(dims.update_window_dims)
@@ -415,22 +449,28 @@ def _scatter(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     rest = [row.axis for row in updates.axes if row.axis >= 0 and row.axis not in place]
     own = [row for row in indices.axes if row.axis >= 0 and scattered[row.axis] not in place]
     name, both = eqn.primitive.name, join([array, rows])
-    result = join([joined, rows])._replace(is_mask=False, is_index=False, constant=None)
+    result = join([joined, rows])._replace(is_mask=False, positions=NO_POSITIONS, constant=None)
     result = result.filled(
         lambda axis: both.value(axis) if name == "scatter" or both.value(axis) == 0 else None
     )
     if name == "scatter-add":
         result = _partly(result, [array, rows])
-    is_own = indices.is_index and all(not x.origin for x in array.axes)
-    if (not rest and not own) or (array.axes and is_own):  # x.at[jnp.arange(n), labels].set(v)
+    if not rest and not own:
         return result
+    picked = set(dims.scatter_dims_to_operand_dims) & set(dims.inserted_window_dims)
+    hit = [x.axis for x in array.axes if x.axis in picked and not x.origin]
+    along = [_indexed(indices, dims.scatter_dims_to_operand_dims, axis) for axis in hit]
+    common = set(range(len(scattered))).intersection(*along) if len(hit) == len(array.axes) else ()
+    rows_at = {*rest, *(scattered[row.axis] for row in own)}
+    if hit and any(rows_at <= {scattered[axis]} for axis in common):
+        return result  # x.at[jnp.arange(n), labels].set(v)
     if array.axes:
         return result._replace(unknown=result.unknown | {line})
     excludes = neutral(name, dtype_of(eqn.invars[2]))
     mixed = updates.without(rest, line, excludes)
     is_excluded = bool(rest) and mixed.padded == updates.padded  # wherever it is added
-    picked = indices.without([x.axis for x in own], line, lambda _: is_excluded)
-    return join([result, join([mixed, picked])._replace(axes=NO_AXES)])._replace(fills=result.fills)
+    chosen = indices.without([x.axis for x in own], line, lambda _: is_excluded)
+    return join([result, join([mixed, chosen])._replace(axes=NO_AXES)])._replace(fills=result.fills)
 
 
 def gathered(eqn: JaxprEqn, value: Rows) -> Rows:
@@ -449,7 +489,7 @@ def gathered(eqn: JaxprEqn, value: Rows) -> Rows:
 def _leading(_eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
     """The rule of operations on PRNG keys, whose axes come first in the result."""
     value = join(operands)._replace(fills=NO_FILLS, constant=None)
-    return value._replace(is_mask=False, is_index=False)
+    return value._replace(is_mask=False, positions=NO_POSITIONS)
 
 
 _KEEPS_FILL = frozenset(("sort", "svd", "eigh"))

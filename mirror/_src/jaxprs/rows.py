@@ -17,8 +17,10 @@ from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, axes_of, is_collecti
 from mirror._src.jaxprs.equations import Interpreter, Scan, While, is_within_file, line_within
 from mirror._src.jaxprs.primitives import PASSING
 from mirror._src.jaxprs.row_facts import (
+    ANY_COLUMN,
     NO_FILLS,
     NO_LINES,
+    NO_POSITIONS,
     NO_ROWS,
     Excludes,
     Place,
@@ -70,7 +72,9 @@ class _Pass(Interpreter[Rows]):
         if name in PASSING and count == len(operands):
             return operands
         if name == "iota":
-            return [NO_ROWS._replace(is_index=True)]
+            axis = eqn.params["dimension"]
+            along = RowAxis(axis, eqn.params["shape"][axis])
+            return [NO_ROWS._replace(positions=frozenset({(along, ANY_COLUMN)}))]
         rule = RULES.get(name)
         if all(map(is_plain, operands)):
             is_known = rule in CONSTANT_RULES and bool(operands)
@@ -89,7 +93,7 @@ class _Pass(Interpreter[Rows]):
 
     def chosen(self, predicate: Rows, cases: Sequence[Rows]) -> Rows:
         value = join(cases)
-        predicate = predicate._replace(is_mask=False, is_index=False)
+        predicate = predicate._replace(is_mask=False, positions=NO_POSITIONS)
         return join([predicate, value])._replace(fills=value.fills)
 
     def place(self, eqn: JaxprEqn) -> Place:
