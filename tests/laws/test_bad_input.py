@@ -58,11 +58,15 @@ class Holder:
         return self.step(model(batch))[:, 0]
 
 
-def fit_to(strategy, loss_fn, model=nnx.Linear, tx=None, **options):
+def trainer_of(strategy, loss_fn="mse", model=nnx.Linear, tx=None, **options):
     model = model(2, 1, rngs=nnx.Rngs(0))
-    trainer = mirror.Trainer(model, tx or optax.sgd(0.1), loss_fn, strategy=strategy, **options)
+    return mirror.Trainer(model, tx or optax.sgd(0.1), loss_fn, strategy=strategy, **options)
+
+
+def fit_to(strategy, loss_fn, **options):
     batch = np.ones((4, 2), np.float32)
-    trainer.fit([(batch, batch[:, :1]) if loss_fn == "mse" else batch], progress=False)
+    data = (batch, batch[:, :1]) if loss_fn == "mse" else batch
+    trainer_of(strategy, loss_fn, **options).fit([data], progress=False)
 
 
 class ReadsAGlobal(nnx.Linear):
@@ -132,6 +136,7 @@ CALLS = {
     "a model that reads another one": (lambda s: fit_to(s, "mse", model=ReadsAGlobal), ValueError, {"names": ["ReadsAGlobal", "OTHER"], "fix": "mirror.Trainer(wrt="}),
     "a model of a step that reads another one": (lambda s: s.run(lambda m, x: m(x), (ReadsAGlobal(2, 1, rngs=nnx.Rngs(0)), np.ones((2, 2)))), ValueError, {"names": ["ReadsAGlobal", "OTHER"], "fix": "mirror.Trainer(wrt="}),
     "a loss that is a method of an object with a model": (lambda s: fit_to(s, Holder().loss), ValueError, {"names": ["loss", "self.model"], "fix": "mirror.Trainer(wrt="}),
+    "predicted keys": (lambda s: trainer_of(s).predict(np.ones((4, 2), np.float32), lambda m, x: {"k": jax.random.split(jax.random.key(0), len(x))}, batch_size=4), TypeError, {"names": ["<lambda>", "result['k']"], "values": "PRNG", "fix": "jax.random.key_data(key)"}),
     "keys as in-memory arrays": (lambda s: mirror.data.from_arrays({"k": jax.random.split(jax.random.key(0), 4)}, 2), TypeError, {"names": "arrays['k']", "values": "key<fry>[4]", "fix": "integer seeds"}),
     "a jitted partial": (lambda s: s.run(jax.jit(functools.partial(read, Counter()))), ValueError, {"names": ["read", "args[0]"], "fix": "strategy.run(read"}),
     "a method of an object with a model": (lambda s: s.run(Holder().step, (1.0,)), ValueError, {"names": "step", "values": "self.model", "fix": "strategy.run(step"}),

@@ -135,6 +135,11 @@ def rows_of(what: str, results: PyTree, mask: PerReplica) -> PyTree:
     is_example = np.asarray(mask).reshape(-1)
 
     def rows(path: Any, leaf: Any) -> np.ndarray:
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise TypeError(
+                f"result{keys(path)} of {what} has PRNG keys, which NumPy does not have. Return "
+                "jax.random.key_data(key)."
+            )
         array = np.asarray(leaf)
         if not is_per_replica(leaf):  # all replicas returned the same value
             array = np.broadcast_to(array, (n, *array.shape))
