@@ -1,5 +1,8 @@
 """`DataParallel` computes the same as its module, for any batch, in any loop."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,6 +106,21 @@ def test_divisible_batches_are_split(size, rows, caplog):
     assert bool(said) == (rows == size)
     for message in said:
         assert_message(message, names="DataParallel", values=[6, 4])
+
+
+@rows("copied", {"deepcopy": copy.deepcopy, "pickle": lambda x: pickle.loads(pickle.dumps(x))})
+def test_copies_use_the_same_devices(copied):
+    wrapped = mirror.DataParallel(Net(nnx.Rngs(0)), ["/cpu:1", "/cpu:2"])
+    x, _ = batch(4)
+    twin, outer = copied(wrapped), copied(nnx.Dict(inner=wrapped))
+    assert twin.devices == outer["inner"].devices == tuple(jax.devices()[1:3])
+    assert set(twin.module.second.kernel[...].devices()) == set(twin.devices)
+    wanted = wrapped(x)
+    assert_equal(twin(x), wanted)
+    assert_equal(outer["inner"](x), wanted)
+    assert_equal(nnx.state(twin.module, nnx.BatchStat), nnx.state(wrapped.module, nnx.BatchStat))
+    twin.module.second.kernel[...] *= 0
+    assert np.asarray(wrapped.module.second.kernel[...]).any()
 
 
 def test_calls_compile_once():

@@ -132,6 +132,9 @@ class ReplicaDevices:
         self.local_ids = tuple(ids)
         self.only_compile = any(map(is_described, self.distinct))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ReplicaDevices":
+        return self  # copies of a `DataParallel` use the same devices
+
     def __len__(self) -> int:
         return len(self.devices)
 

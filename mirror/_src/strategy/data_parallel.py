@@ -72,6 +72,15 @@ class DataParallel(nnx.Module):
         if not _are_traced(nnx.state(module)):
             _mirror_variables(module, self._replicas)
 
+    def __getstate__(self) -> dict[str, Any]:
+        names = [backend.logical_name(device) for device in self.devices]
+        return {**super().__getstate__(), "_replicas": names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        replicas = _replica_devices(_select_devices(state["_replicas"]))
+        super().__setstate__({**state, "_replicas": replicas})
+        _mirror_variables(self.module, replicas)
+
     @property
     def devices(self) -> tuple[jax.Device, ...]:
         """Devices across which batches are split."""
