@@ -263,6 +263,27 @@ def noisy_weights(x):
     return (x @ w).mean()
 
 
+def masked(layer):
+    """Returns a step that trains weights with a random mask, as DropConnect does."""
+
+    def step(x):
+        mask = jax.random.bernoulli(jax.random.key(0), 0.5, WEIGHTS.shape)
+        grads = jax.grad(lambda w: (layer(x, w * mask) ** 2).mean())(WEIGHTS)
+        return mirror.all_reduce("mean", grads)
+
+    return step
+
+
+WEIGHTS = jnp.ones((3, 3))
+LAYERS = {
+    "dense": lambda x, w: x @ w,
+    "transposed": lambda x, w: x @ w.T,
+    "of sequences": lambda x, w: jnp.stack([x, x], 1) @ w,
+    "summed": lambda x, w: jax.vmap(lambda r: r * w)(x),
+    "convolution": lambda x, w: jax.lax.conv(x[:, :, None], w[:, :, None], (1,), "SAME"),
+}
+
+
 def reduced(x):
     return mirror.all_reduce("mean", x.mean())
 
@@ -283,6 +304,12 @@ WARNED = {
     "dropout with one key": (shared_noise, True, {"values": 2, "fix": "fold_in"}),
     "dropout with its own key": (own_noise, True, None),
     "noise on weights": (noisy_weights, True, None),
+    **{f"mask of weights, {name}": (masked(f), True, None) for name, f in LAYERS.items()},
+    "mask of summed examples": (
+        lambda x: (x.sum(-1) * jax.random.normal(jax.random.key(0), x.shape[:1])).mean(),
+        True,
+        {"values": 2, "fix": "fold_in"},
+    ),
     "a whole batch": (reduced, False, {"values": 2, "fix": "distribute_dataset"}),
     "a distributed batch": (reduced, True, None),
     "a pure callback": (pure, True, {"fix": ["pure_callback", "all_reduce"]}),

@@ -26,6 +26,7 @@ class Mark(NamedTuple):
         assumed: Lines of host callbacks that a mirrored value was computed by and that are declared
             to be pure.
         samples: Lines that sampled the random numbers a mirrored array was computed from.
+        is_summed: Whether a per-replica value was summed over the rows, such as a gradient.
     """
 
     origin: int | str | None = None
@@ -33,6 +34,7 @@ class Mark(NamedTuple):
     reduced_by: frozenset[str] = frozenset()
     assumed: frozenset[str] = frozenset()
     samples: frozenset[str] = frozenset()
+    is_summed: bool = False
 
     @property
     def per_replica(self) -> bool:
@@ -41,17 +43,19 @@ class Mark(NamedTuple):
 
     def join(self, other: "Mark") -> "Mark":
         """Returns the mark of a value that is either this one or the other."""
+        own = [mark.is_summed for mark in (self, other) if mark.per_replica]
         return Mark(
             other.origin if self.origin is None else self.origin,
             self.source if self.source is other.source else None,
             self.reduced_by | other.reduced_by,
             self.assumed | other.assumed,
             self.samples | other.samples,
+            bool(own) and all(own),
         )
 
     def of(self, source: object) -> "Mark":
         """Returns this mark for a copy of the variable `source`, or of no variable."""
-        return Mark(self.origin, source, self.reduced_by, self.assumed, self.samples)
+        return self._replace(source=source)
 
 
 MIRRORED = Mark()

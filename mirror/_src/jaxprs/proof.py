@@ -9,7 +9,7 @@ of an unknown primitive with inner programs are per-replica if an operand, or an
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,7 +110,10 @@ def prove(
             is called on per-replica values.
     """
     inputs = [Mark(i if differs else None) for i, differs in enumerate(per_replica)]
-    walk = Proof(num_replicas, axis_name, names, reports=problems is not None)
+    pairs = zip(jaxpr.in_avals, per_replica, strict=True)
+    counts = {aval.shape[0] for aval, differs in pairs if differs and aval.shape and aval.shape[0]}
+    reports = problems is not None
+    walk = Proof(num_replicas, axis_name, names, row_counts=counts, reports=reports)
     marks = walk.call(jaxpr, inputs)
     if problems is not None:
         problems += walk.problems
@@ -127,6 +130,7 @@ class Proof(Interpreter[Mark]):
     """Data-flow pass over one program.
 
     Attributes:
+        row_counts: Sizes of the first axes of the per-replica inputs.
         control: Description of the enclosing control flow that replicas may take differently.
         stored: The mark of what each `Ref` holds, by the `id` of the variable that created it,
             which is the source of the marks of the `Ref` itself.
@@ -141,12 +145,14 @@ class Proof(Interpreter[Mark]):
         axis_name: str = REPLICA_AXIS,
         names: Sequence[str] = (),
         *,
+        row_counts: Set[int] = frozenset(),
         reports: bool = False,
     ) -> None:
         super().__init__()
         self.num_replicas = num_replicas
         self.axis_name = axis_name
         self.names = names
+        self.row_counts = row_counts
         self.reports = reports
         self.problems: dict[str, None] = {}
         self.control: str | None = None
@@ -262,7 +268,7 @@ class Proof(Interpreter[Mark]):
                 self.idle[line_within(eqn, self.within)] = None
         if _is_mirrored(eqn, joined, self.num_replicas):
             return self.mark_collective(eqn)
-        joined = self.note(eqn, marks, joined)
+        joined = self.note(eqn, marks, joined)._replace(is_summed=self.is_summed(eqn, marks))
         if is_replica_source(eqn):
             self.meets_replica = True
             if not joined.per_replica:
@@ -293,9 +299,29 @@ class Proof(Interpreter[Mark]):
             mark.samples and operand.shape[:1] == aval.shape[:1]
             for mark, operand in zip(marks, operands, strict=True)
         )
-        if name in ELEMENTWISE and aval.shape and per_row:
+        # A gradient of weights does not have rows, as in masks and noise of weights.
+        has_rows = not all(mark.is_summed for mark in marks if mark.per_replica)
+        if name in ELEMENTWISE and aval.shape and per_row and has_rows:
             self.shared_noise.update(dict.fromkeys(sorted(samples)))
         return joined
+
+    def is_summed(self, eqn: JaxprEqn, marks: list[Mark]) -> bool:
+        """Whether the per-replica results of an operation do not have rows."""
+        own = [mark for mark in marks if mark.per_replica]
+        if all(mark.is_summed for mark in own):
+            return bool(own)
+        first: Any = eqn.invars[0].aval
+        size = first.shape[0] if getattr(first, "shape", ()) else 0
+        if not any(size and size % count == 0 for count in self.row_counts):
+            return False
+        name, params = eqn.primitive.name, eqn.params
+        if name == "reduce_sum":
+            return 0 in params["axes"]
+        if name == "dot_general":
+            (left, right), _ = params["dimension_numbers"]
+            return (0, 0) in zip(left, right, strict=True) and len(own) == len(marks)
+        is_gradient = name == "conv_general_dilated" and len(own) == len(marks)
+        return is_gradient and params["dimension_numbers"].lhs_spec[1] == 0
 
     def require_ensured(self, eqn: JaxprEqn, marks: list[Mark]) -> None:
         """Rejects `ensure_mirrored` of per-replica values."""
