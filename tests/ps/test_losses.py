@@ -92,7 +92,7 @@ SEPARATE = {
 def answer(model, loss_fn, num_parts, accumulate_steps=1):
     model = model(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-    step = training_step(Objective(loss_fn), nnx.Param, accumulate_steps)
+    step = training_step(Objective(loss_fn), accumulate_steps)
     training = Training(model, optimizer, num_devices=2, step=step)
     rng = np.random.default_rng(0)
     batch = {"x": rng.normal(size=(ROWS, 16)).astype(np.float32), "y": rng.integers(0, 8, ROWS)}

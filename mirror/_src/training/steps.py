@@ -474,8 +474,11 @@ def _trained(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> tuple[PyTree, 
 
 
 def _shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {keys(path).removesuffix(".value"): np.shape(leaf) for path, leaf in leaves}
+    """Returns the shapes of arrays, which may be in variables, by path."""
+    found, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    return {keys(path): np.shape(x) for path, each in found for x in jax.tree.leaves(each)}
 
 
 def _require_fitting(optimizer: nnx.Optimizer[Any], params: PyTree, state: PyTree) -> None:
