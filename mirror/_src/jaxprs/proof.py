@@ -41,6 +41,7 @@ from mirror._src.jaxprs.equations import (
 from mirror._src.jaxprs.marks import MIRRORED, Mark, chosen, computed, either, ensured_p
 from mirror._src.jaxprs.origins import LostUpdate
 from mirror._src.jaxprs.primitives import (
+    ADDITION,
     CALLBACK,
     ELEMENTWISE,
     JOINING,
@@ -299,9 +300,9 @@ class Proof(Interpreter[Mark]):
             mark.samples and operand.shape[:1] == aval.shape[:1]
             for mark, operand in zip(marks, operands, strict=True)
         )
-        # A gradient of weights does not have rows, as in masks and noise of weights.
-        has_rows = not all(mark.is_summed for mark in marks if mark.per_replica)
-        if name in ELEMENTWISE and aval.shape and per_row and has_rows:
+        # The gradient of masked weights is masked too. Noise that is added to it is added up later.
+        is_mask = name not in ADDITION and all(x.is_summed for x in marks if x.per_replica)
+        if name in ELEMENTWISE and aval.shape and per_row and not is_mask:
             self.shared_noise.update(dict.fromkeys(sorted(samples)))
         return joined
 
