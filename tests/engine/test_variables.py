@@ -733,9 +733,13 @@ class Holder:
 
     def __init__(self):
         self.items, self.inner = {"a": [None]}, types.SimpleNamespace(v=None)
+        self.history = []
 
     def of_item(self, *_):
         return self.items["a"][0][...]
+
+    def of_last(self, *_):
+        return self.history[-1][...]
 
     def of_inner(self, *_):
         return self.inner.v[...]
@@ -743,6 +747,7 @@ class Holder:
     def rebind(self, value):
         global REBOUND
         REBOUND = self.items["a"][0] = self.inner.v = variable(value, "sum")
+        self.history.append(REBOUND)
 
 
 HOLDER, REBOUND = Holder(), None
@@ -755,6 +760,7 @@ def of_helper():
 FUNCTIONS = {
     "an item of an attribute": HOLDER.of_item,
     "an attribute of an attribute": HOLDER.of_inner,
+    "the last item": HOLDER.of_last,
     "a global's item": lambda *_: HOLDER.items["a"][0][...],
     "a helper's global": lambda *_: of_helper(),
     "a jitted method": jax.jit(HOLDER.of_inner),

@@ -778,7 +778,7 @@ _OF_RUN = (
     Fault(
         "a name that refers to another variable",
         f"{_RUN}/step.py",
-        "if self.variables and not are_current(fn, self._places):",
+        "if self.variables and self._named != variables_along(fn, self._chains):",
         "if False:",
         ("tests/engine/test_traces.py", "tests/engine/test_variables.py"),
         likely="rebound",

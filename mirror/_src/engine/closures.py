@@ -433,37 +433,41 @@ def stale_message(fn: Callable[..., Any], tracer: jax.core.Tracer) -> str:
     )
 
 
-Places = Sequence[tuple[int, tuple[str, ...], Variable]]
-"""Where functions name variables: the number of the function, paths, and the variable."""
+Chains = Sequence[tuple[int, tuple[str, ...]]]
+"""Where functions name variables: the number of the function, and paths, outermost first."""
+NamedVariables = Mapping[tuple[int, tuple[str, ...]], Mapping[str, int]]
+"""The `id` of each variable in a container, by path."""
 
 
-def places_of(fn: Callable[..., Any], variables: Iterable[Variable]) -> Places:
+def chains_to(fn: Callable[..., Any], variables: Iterable[Variable]) -> Chains:
     """Returns where the functions of a step name the variables that it captures."""
     ids = set(map(id, variables))
-    places = [
-        (i, chain, value)
+    return [
+        (i, chain)
         for i, each in enumerate(users_functions(fn))
         for chain, value in _chains(referenced(each), set(), _DEPTH)
         if id(value) in ids
     ]
-    # Two values may have one path, because names in code are a guess.
-    return [place for place in places if are_current(fn, [place])]
 
 
-def are_current(fn: Callable[..., Any], places: Places) -> bool:
-    """Whether the functions of a step still name the same variables: called before each run."""
+def variables_along(fn: Callable[..., Any], chains: Chains) -> NamedVariables:
+    """Returns the variables in all containers along some chains: called before each run.
+
+    They also change if a step reads the last item of a list, to which another one is appended.
+    """
     functions = users_functions(fn)
-    items: dict[Any, dict[str, Any]] = {}  # what each chain contains
-    for i, chain, variable in places:
+    found: dict[Any, dict[str, Any]] = {}
+    for i, chain in chains:
         value = None
         for k, path in enumerate(chain):
             outer = i, chain[:k]
-            if outer not in items:
-                items[outer] = dict(_items(chain[k - 1], value) if k else referenced(functions[i]))
-            value = items[outer].get(path)
-        if value is not variable:
-            return False
-    return True
+            if outer not in found:
+                found[outer] = dict(_items(chain[k - 1], value) if k else referenced(functions[i]))
+            value = found[outer].get(path)
+    return {
+        outer: {path: id(value) for path, value in items.items() if isinstance(value, Variable)}
+        for outer, items in found.items()
+    }
 
 
 def _would_be_constant(value: object) -> bool:
@@ -491,7 +495,8 @@ def _capture_message(fn: Callable[..., Any], what: str, inner: str | None = None
         return (
             f"{name} captures {what}, so its current values would become constants of the compiled "
             "step. Make it a part of the model that a loss or penalty receives, and select what to "
-            "train: mirror.Trainer(wrt=...)."
+            "train: mirror.Trainer(wrt=...). A constant must be plain arrays, such as "
+            "nnx.to_pure_dict(nnx.state(model))."
         )
     head = what.rpartition(" ")[2].strip("'") if what.endswith("'") else "model"
     own = head.rpartition(".")[2]

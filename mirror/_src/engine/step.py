@@ -28,12 +28,13 @@ from mirror._src.engine.analysis import Analysis
 from mirror._src.engine.arguments import Call, Layout
 from mirror._src.engine.closures import (
     Captured,
-    Places,
-    are_current,
+    Chains,
+    NamedVariables,
+    chains_to,
     is_time_to_look,
     leaked_names,
-    places_of,
     stale_array,
+    variables_along,
 )
 from mirror._src.engine.plan import ALL_REDUCE, IF_INTENDED, own_values
 from mirror._src.engine.program import StepProgram
@@ -162,7 +163,8 @@ class Step:
         self.own_values: dict[Any, dict[int, str]] = {}
         self.code = None if is_our_module(getattr(fn, "__module__", None)) else code_of(fn)
         self.variables: Sequence[Variable] = ()
-        self._places: Places = ()
+        self._chains: Chains = ()
+        self._named: NamedVariables = {}
         # An entry exists while a thread makes a program or waits for it.
         self._making: WeakValueDictionary[Any, threading.RLock] = WeakValueDictionary()
         self._lock = threading.Lock()
@@ -175,7 +177,7 @@ class Step:
     def captured(self, fn: StepFunction) -> Sequence[Variable]:
         """Returns `variables`; none if a name in the step now refers to another variable."""
         with self._lock:
-            if self.variables and not are_current(fn, self._places):
+            if self.variables and self._named != variables_along(fn, self._chains):
                 self.variables = ()
             return self.variables
 
@@ -184,7 +186,8 @@ class Step:
         with self._lock:
             merged = {id(variable): variable for variable in (*self.variables, *variables)}
             self.variables = tuple(merged.values())
-            self._places = places_of(fn, self.variables)
+            self._chains = chains_to(fn, self.variables)
+            self._named = variables_along(fn, self._chains)
 
 
 class _Lone:
