@@ -81,6 +81,41 @@ def _shaped(x: Any, mask: Any) -> Any:
     return mask.reshape(-1, *[1] * (x.ndim - 1))
 
 
+def _at(x: Any, y: Any) -> tuple[Any, Any]:
+    """Returns positions of rows, and numbers from 0 to 2 that depend on the rows."""
+    return jnp.arange(len(x)), jnp.clip(jnp.nan_to_num(y), 0, 2).astype(jnp.int32)
+
+
+def _turned(x: Any, y: Any) -> tuple[Any, Any]:
+    return _at(x, y)[::-1]
+
+
+def _rows(x: Any, y: Any) -> Any:
+    """Returns numbers of rows, some of which are padding."""
+    return jnp.clip(4 * jnp.abs(jnp.nan_to_num(y)), 0, len(x) - 1).astype(jnp.int32)
+
+
+# Gathers and scatters, with positions of rows as one index or the other.
+_PICKING: dict[str, tuple[Shape, Shape, Callable[[Any, Any], Any]]] = {
+    "picked": (BATCH, COLUMN, lambda x, y: jnp.asarray(x)[_at(x, y)]),
+    "picked of pairs": (PAIRS, COLUMN, lambda x, y: jnp.asarray(x)[_at(x, y)]),
+    "picked of others": (PAIRS, COLUMN, lambda x, y: jnp.asarray(x)[_turned(x, y)]),
+    "diagonal": (
+        PAIRS,
+        COLUMN,
+        lambda x, y: jnp.asarray(x)[jnp.arange(len(x)), jnp.arange(len(x))],
+    ),
+    "taken": (BATCH, COLUMN, lambda x, y: jnp.take_along_axis(x, _at(x, y)[1][:, None], 1)[:, 0]),
+    "other rows": (BATCH, BATCH, lambda x, y: jnp.asarray(x)[_rows(x, y)]),
+    "turned": (BATCH, COLUMN, lambda x, y: jnp.asarray(x)[_rows(x, y), jnp.arange(len(x))]),
+    "in a row": (COLUMN, COLUMN, lambda x, y: jnp.asarray(x)[jnp.arange(len(x))[None]][0]),
+    "set": (BATCH, BATCH, lambda x, y: jnp.asarray(x).at[_at(x, y)].set(0.5)),
+    "set to rows": (BATCH, BATCH, lambda x, y: jnp.asarray(x).at[_at(x, y)].set(y)),
+    "added": (PAIRS, PAIRS, lambda x, y: jnp.asarray(x).at[_at(x, y)].add(y)),
+    "added to others": (PAIRS, PAIRS, lambda x, y: jnp.asarray(x).at[_turned(x, y)].add(1.0)),
+}
+
+
 def _operations() -> dict[str, Op]:
     table: dict[str, Op] = {}
     for shape in _FLOATS:
@@ -116,6 +151,8 @@ def _operations() -> dict[str, Op]:
         table[f"{name} of features"] = Op((BATCH,), COLUMN, over_last)
         table[f"{name} of others"] = Op((PAIRS,), COLUMN, over_last)
         table[f"{name} of all"] = Op((BATCH,), SCALAR, lambda x, _, __, f=reduce: f(x, axis=None))
+    for name, (takes, gives, pick) in _PICKING.items():
+        table[name] = Op((takes, COLUMN), gives, lambda x, y, _, __, f=pick: f(x, y))
     table.update(
         {
             "mask": Op((), COLUMN, lambda m, _: m.astype(jnp.float32)),
@@ -172,6 +209,7 @@ _FREQUENT = [
     *(f"{name} of features" for name in ("sum", "norm", "max", "logsumexp")),
     *(f"{name} {COLUMN} scalar" for name in ("ratio", "mul", "add")),
     *(f"{name} {shape}" for name in ("log", "root", "inverse") for shape in (SCALAR, COLUMN)),
+    *_PICKING,
     *("divided rows", "normalized", "dot", "contracted", "added to rows"),
 ]
 _INPUTS: tuple[Shape, ...] = (BATCH, COLUMN, VECTOR, SCALAR)  # the last two without rows
