@@ -77,19 +77,19 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(1070, 14, 14),
-    "devices": Size(2132, 16, 26),
+    "base": Size(1072, 14, 14),
+    "devices": Size(2134, 16, 26),
     "cluster": Size(1100, 7, 20),
-    "jaxprs": Size(3194, 16, 30),
+    "jaxprs": Size(3255, 16, 30),
     "passes": Size(2685, 16, 34),
-    "engine": Size(5455, 31, 73),
+    "engine": Size(5513, 31, 73),
     "inspection": Size(2086, 9, 23),
     "data": Size(1366, 10, 25),
     "keras": Size(525, 5, 5),
-    "strategy": Size(1022, 6, 8),
-    "training": Size(5560, 32, 64),
+    "strategy": Size(1029, 6, 8),
+    "training": Size(5636, 32, 64),
     "ps": Size(3569, 20, 67),
-    "tools": Size(3002, 24, 30),
+    "tools": Size(3004, 24, 30),
 }
 
 
