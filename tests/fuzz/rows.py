@@ -209,9 +209,10 @@ _FREQUENT = [
     *(f"{name} of features" for name in ("sum", "norm", "max", "logsumexp")),
     *(f"{name} {COLUMN} scalar" for name in ("ratio", "mul", "add")),
     *(f"{name} {shape}" for name in ("log", "root", "inverse") for shape in (SCALAR, COLUMN)),
-    *_PICKING,
     *("divided rows", "normalized", "dot", "contracted", "added to rows"),
 ]
+FIRST_PICKING = 100_000
+"""The first seed whose program may pick rows."""
 _INPUTS: tuple[Shape, ...] = (BATCH, COLUMN, VECTOR, SCALAR)  # the last two without rows
 
 
@@ -219,7 +220,8 @@ def generate(seed: int) -> list[Instruction]:
     """Returns the program of a seed."""
     rng = random.Random(seed)
     shapes, program = [*_INPUTS], []
-    names = [*OPS, *_FREQUENT * 6]
+    names = [*(name for name in OPS if name not in _PICKING), *_FREQUENT * 6]
+    names += [*_PICKING] * 7 * (seed >= FIRST_PICKING)
     last = rng.randint(4, 12)
     while len(program) < last:
         op = OPS[name := rng.choice(names)]

@@ -34,7 +34,6 @@ from mirror._src.jaxprs.row_facts import (
     elementwise,
     is_nan,
     join,
-    known,
     limits,
     neutral,
     product,
@@ -412,7 +411,7 @@ def _gather(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     lost = {x for x in array.axes if x.axis in picked and x not in places}
     joined = {x for x in lost if x.origin == "joined"}
     if lost - joined:
-        result = result.without({x.axis for x in lost - joined}, line, known)
+        result = result.without({x.axis for x in lost - joined}, line)
     if joined:
         result = result.moved(lambda row: () if row in joined else (row,))
         result = result._replace(unknown=result.unknown | {line})
