@@ -396,22 +396,6 @@ def test_save_rejects_unusable_directories(tmp_path):
         a_trainer().save(tmp_path / "file")
 
 
-def test_trainings_that_write_to_one_directory_are_warned(tmp_path):
-    one, other = a_trainer(), a_trainer(seed=1)
-    for trainer in (one, other):  # as programs that run one after the other
-        trainer.save(tmp_path)
-        fit(trainer, 1, callbacks.Checkpoint(tmp_path))
-        trainer.save(tmp_path)
-    with pytest.warns(UserWarning, match="directory per training") as caught:
-        one.save(tmp_path)
-    assert_message(str(caught[0].message), values=[tmp_path, f"step-{STEPS}.safetensors"])
-    with pytest.warns(UserWarning, match="directory per training"):
-        fit(other, 2, callbacks.Checkpoint(tmp_path))
-    one.restore(tmp_path)
-    fit(one, 3, callbacks.Checkpoint(tmp_path, keep=1))  # which deletes the others
-    one.save(tmp_path)
-
-
 class TwoNames(nnx.Module):
     def __init__(self):
         self.b = nnx.Dict({"c.d": nnx.Param(jnp.ones(2)), "c": nnx.Dict(d=nnx.Param(jnp.zeros(2)))})

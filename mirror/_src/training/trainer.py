@@ -36,7 +36,7 @@ from mirror._src.training.callbacks.progress_bar import ProgressBar
 from mirror._src.training.checkpoints import snapshot
 from mirror._src.training.checkpoints.directory import find_checkpoint
 from mirror._src.training.checkpoints.from_chief import BroadcastRestore
-from mirror._src.training.checkpoints.store import CheckpointStore, Written
+from mirror._src.training.checkpoints.store import CheckpointStore
 from mirror._src.training.export import export
 from mirror._src.training.history import History
 from mirror._src.training.inputs import (
@@ -298,7 +298,6 @@ class Trainer(Generic[M]):
         self._num_parameters = num_parameters(model)  # for `repr`, which must not fail
         self._position, self._resumes = Position(), False
         self._loop: FitLoop | None = None
-        self._written: Written = {}
         self._users: list[tuple[int, str]] = []  # threads in `_using`, and the methods
         self._precision.set_on(model)  # after everything that rejects an argument
 
@@ -711,7 +710,7 @@ class Trainer(Generic[M]):
             if not self._local.is_chief:
                 self._checkpoint_state()  # aggregating an "on_read" variable is a collective
                 return
-            with CheckpointStore(directory, asynchronous=False, written=self._written) as store:
+            with CheckpointStore(directory, asynchronous=False) as store:
                 arrays, position = self._checkpoint_state()
                 store.save(position["step"], arrays, position)
 
@@ -752,7 +751,6 @@ class Trainer(Generic[M]):
                     self.loss_scale.reset()
                 snapshot.write(self._objects, arrays, self._local._replicas)
                 self._position, self._resumes = position, True
-                self._written.clear()
                 self._runner.has_lost_values = False
         warn_of_other_bits(position.bits, bits_of(self._local._replicas))
 

@@ -99,7 +99,6 @@ class Checkpoint(Callback):
                 keep_last=self._keep,
                 keep_best=self._best,
                 asynchronous=self._asynchronous,
-                written=fit.trainer._written,
             )
 
     def on_epoch_begin(self, fit: FitLoop) -> None:

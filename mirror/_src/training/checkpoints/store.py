@@ -17,11 +17,10 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self, TypeAlias, final
+from typing import Any, Self, final
 
 from mirror._src.base.errors import closing
 from mirror._src.base.interrupts import say
-from mirror._src.base.naming import warn_user
 from mirror._src.devices.memory import host_memory
 from mirror._src.training.checkpoints import files
 from mirror._src.training.checkpoints.directory import (
@@ -48,10 +47,6 @@ _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _SECS_TO_SAY = 0.5
 
 
-Written: TypeAlias = dict[Path, dict[str, tuple[int, int]]]
-"""Checkpoints by directory and name: inode and time of the last change."""
-
-
 @final
 class CheckpointStore:
     """A directory to which one process at a time writes, and others may read.
@@ -63,8 +58,6 @@ class CheckpointStore:
         keep_best: Name of a metric, and whether its best value is the `"min"` or the `"max"`. The
             best checkpoint is kept as well.
         asynchronous: Whether to write files in the background, one checkpoint at a time.
-        written: The files in each directory after the last write of a trainer, which `save`
-            changes. Others that have appeared since are a warning.
 
     Raises:
         BlockingIOError: If another process writes to the directory; the message names it.
@@ -78,10 +71,8 @@ class CheckpointStore:
         keep_last: int | None = None,
         keep_best: Best | None = None,
         asynchronous: bool = True,
-        written: Written | None = None,
     ) -> None:
         self.directory = absolute(directory)
-        self._written = {} if written is None else written
         self._keep_last, self._keep_best, self._asynchronous = keep_last, keep_best, asynchronous
         self._writing: _Write | None = None
         self._closed = False
@@ -134,28 +125,12 @@ class CheckpointStore:
             "keep_best": self._keep_best,
         }
         files.require_arrays(arrays)
-        self._warn_of_others()
         copies = _may_copy(arrays)
         values = files.host_copies(arrays) if copies else arrays
         self._writing = _Write(step, lambda: self._write(step, path, values, metadata))
         self._writing.start()
         if not copies or not self._asynchronous:
             self.wait()
-
-    def _warn_of_others(self) -> None:
-        """Warns if another training has written to the directory since this one has."""
-        with self._lock.mutex:  # another store of this training may be writing
-            before = self._written.get(self.directory)
-            if before is None:
-                return
-            now = self._written[self.directory] = _files_in(self.directory)
-        others = [name for name, file in now.items() if before.get(name) != file]
-        if others:
-            warn_user(
-                f"Another training has written {format_list(others)} to {self.directory} since "
-                "this one has. They replace each other's checkpoints, and restore reads the last "
-                "one of either. Write to a directory per training."
-            )
 
     def wait(self) -> None:
         """Waits for pending writes; raises `OSError` if they failed.
@@ -231,8 +206,6 @@ class CheckpointStore:
         with self._lock.mutex:
             metadata["written"] = next_written(self.directory)
             files.write(path, arrays, metadata | _kept_metrics(path, metadata))
-            if not is_remote(path):
-                self._written[self.directory] = _files_in(self.directory)
             if self._keep_last is None:
                 return
             paths = checkpoints_in(self.directory)
@@ -407,15 +380,6 @@ def _make_ready(directory: Path) -> WriterLock:
     with lock.mutex:  # files that another store of this process is writing are not leftovers
         remove_leftovers(directory)
     return lock
-
-
-def _files_in(directory: Path) -> dict[str, tuple[int, int]]:
-    found = {}
-    for path in checkpoints_in(directory).values():
-        with contextlib.suppress(OSError):  # deleted meanwhile
-            status = path.stat()
-            found[path.name] = status.st_ino, status.st_mtime_ns
-    return found
 
 
 def _may_copy(arrays: Mapping[str, Any]) -> bool:
