@@ -255,6 +255,15 @@ ACROSS = {
         LABELS,
     ),
     "labels with positions": (lambda _, x, y: x[y, jnp.arange(ROWS)], X, LABELS),
+    "masked rows by labels": (
+        lambda m, x, y: jnp.where(m[:, None], x, -1e3)[y].sum(-1),
+        X,
+        LABELS,
+    ),
+    "masked rows in another order": (
+        lambda m, x: (m[:, None] * x)[jnp.arange(ROWS)[::-1]].sum(-1),
+        X,
+    ),
     "squeezed": (lambda _, x: x.sum(-1) - summed(x[0]).sum(), one(X)),
     **{
         f"bits of rows, {fill}": (

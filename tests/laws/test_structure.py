@@ -87,7 +87,7 @@ BUDGETS = {
     "data": Size(1366, 10, 25),
     "keras": Size(525, 5, 5),
     "strategy": Size(1029, 6, 8),
-    "training": Size(5636, 32, 64),
+    "training": Size(5607, 32, 64),
     "ps": Size(3569, 20, 67),
     "tools": Size(3004, 24, 30),
 }
