@@ -87,7 +87,7 @@ def train(mode, directory):
             epochs=4,
             batch_size=8,
             validation_split=0.2,
-            callbacks=[checkpoint, Ends(mode), StopsAll(mode)],
+            callbacks=[*[checkpoint][: "alone" not in mode], Ends(mode), StopsAll(mode)],
         )
     finally:
         digest = hashlib.sha256()

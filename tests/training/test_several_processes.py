@@ -72,6 +72,16 @@ def test_a_signal_to_one_process_ends_all_with_one_checkpoint(mode, tmp_path):
     assert ends(resumed) == ends(undisturbed())
 
 
+@pytest.mark.slow
+def test_sigterm_to_one_process_ends_all_without_a_checkpoint(tmp_path):
+    ended = train("SIGTERM alone", tmp_path / "ckpt")
+    first, *others = ends(ended)
+    assert others == [first] * len(others)
+    assert SIGNALED <= first[0] < STEPS
+    assert [each.status for each in ended] == [143] * len(ended), ended
+    assert not (tmp_path / "ckpt").exists()
+
+
 @functools.cache
 def undisturbed():
     with tempfile.TemporaryDirectory() as directory:

@@ -10,6 +10,7 @@ the child, signals have their defaults again.
 
 import contextlib
 import functools
+import math
 import os
 import signal
 import sys
@@ -105,7 +106,9 @@ class Termination:
         say_late: Prints why it ends; called in another thread.
     """
 
-    def __init__(self, grace_secs: float, say_late: Callable[[], None]) -> None:
+    def __init__(
+        self, grace_secs: float = math.inf, say_late: Callable[[], None] = lambda: None
+    ) -> None:
         self._grace_secs, self._say_late = grace_secs, say_late
         self._before: Any = signal.getsignal(signal.SIGTERM)
         self._context = context = _own_context()

@@ -205,7 +205,7 @@ class FitLoop:
 
         Raises:
             KeyboardInterrupt: If this process, or with several processes any, was interrupted.
-            SystemExit: If it received SIGTERM and has a `Checkpoint`.
+            SystemExit: If it received SIGTERM and has a `Checkpoint`, or runs in a job.
         """
         interrupts.check()
         if self.request is not None and self.request.cause == "interrupt":
@@ -234,6 +234,8 @@ class FitLoop:
             for name, callback in self._named_callbacks():
                 at_end.add(f"on_fit_end of {name}", callback.on_fit_end, self)
                 callback.on_fit_begin(self)
+            if self._agreed_stop is not None:  # in a job, JAX only notes SIGTERM
+                at_end.add("restoring the handler of SIGTERM", interrupts.Termination().close)
             # An interrupted training may be resumed.
             at_end.add("dropping the batches", self._batches.clear)
             at_end.add("to_dict of a callback", self.remember_callbacks)
