@@ -77,7 +77,7 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(1072, 14, 14),
+    "base": Size(1074, 14, 14),
     "devices": Size(2134, 16, 26),
     "cluster": Size(1100, 7, 20),
     "jaxprs": Size(3255, 16, 30),
@@ -87,7 +87,7 @@ BUDGETS = {
     "data": Size(1366, 10, 25),
     "keras": Size(525, 5, 5),
     "strategy": Size(1029, 6, 8),
-    "training": Size(5607, 32, 64),
+    "training": Size(5609, 32, 64),
     "ps": Size(3569, 20, 67),
     "tools": Size(3004, 24, 30),
 }
