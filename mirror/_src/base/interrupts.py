@@ -209,7 +209,7 @@ def deferred() -> contextlib.AbstractContextManager[None]:
 
 
 class _Raising:
-    """Context manager of `immediate` and `deferred`; `contextlib` would take 2 us more."""
+    """Context manager of `immediate` and `deferred`; `contextlib` takes 0.7 us more."""
 
     __slots__ = ("_at_once", "_before", "_context")
 

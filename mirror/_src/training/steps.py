@@ -456,9 +456,6 @@ def update(
     before = jax.tree.map(jax.typeof, _trained(optimizer, model))
     try:
         optimizer.update(model, gradients, **value)
-        # Arrays of other shapes may also be broadcast.
-        if _shapes(before) != _shapes(_trained(optimizer, model)):
-            _require_fitting(optimizer, *before)
     except Exception as error:
         _require_fitting(optimizer, *before)
         error.add_note(
@@ -467,6 +464,9 @@ def update(
             "line search, write the step and call strategy.run(step, args)."
         )
         raise
+    # Arrays of other shapes may also be broadcast.
+    if _shapes(before) != _shapes(_trained(optimizer, model)):
+        _require_fitting(optimizer, *before)
 
 
 def _trained(optimizer: nnx.Optimizer[Any], model: nnx.Module) -> tuple[PyTree, PyTree]:
