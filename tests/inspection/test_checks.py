@@ -133,10 +133,25 @@ def make_step(reduce):
     return step
 
 
-def training(strategy, model_type=MLP):
+SGD = optax.sgd(0.5)
+
+
+class Normed(nnx.Module):
+    """A network whose first bias has the gradient zero, but for rounding."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(12, 64, rngs=rngs)
+        self.norm = nnx.BatchNorm(64, axis_name=mirror.REPLICA_AXIS, rngs=rngs)
+        self.second = nnx.Linear(64, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.norm(self.first(x))))
+
+
+def training(strategy, model_type=MLP, transform=SGD):
     with strategy.scope():
         model = model_type(rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+        optimizer = nnx.Optimizer(model, transform, wrt=nnx.Param)
     features = (12,)
     (batch,) = strategy.distribute_dataset(batches(features, 1))
     return model, optimizer, batch
@@ -188,6 +203,27 @@ def test_verify_finds_a_wrongly_reduced_gradient_without_changes(name):
     assert "\n  result" not in str(caught.value)
     for now, then in zip(state_of(model, optimizer), before, strict=True):
         np.testing.assert_array_equal(now, then)
+
+
+ROUNDED = {"sgd": SGD, "Adam": optax.adam(1e-3), "RMSprop": optax.rmsprop(1e-3)}
+
+
+@rows("name", list(ROUNDED))
+def test_verify_allows_what_rounding_decides(name):
+    strategy = cpu_strategy(4)
+    arguments = training(strategy, Normed, ROUNDED[name])
+    report = strategy.verify(nnx_step, arguments)
+    rounded = {row.name: row for row in report.rows if row.rounding}
+    assert "model.first.bias" in rounded, "nothing tests the rounding"
+    assert "model.second.kernel" not in rounded
+    for row in rounded.values():
+        assert 1e-5 < row.relative <= 10 * row.rounding
+    (line,) = [line for line in str(report).splitlines() if "model.first.bias" in line]
+    assert_message(line, values=f"{rounded['model.first.bias'].rounding:.1e}")
+    assert f"{rounded['model.first.bias'].rounding:.1e}" in report._repr_html_()
+    names = ["model.second.kernel" if name == "sgd" else "optimizer.opt_state.0.nu.second.kernel"]
+    with raises(mirror.VerifyError, names=names):
+        strategy.verify(make_step(WRONG["scaled twice"]), arguments)
 
 
 @rows(

@@ -1,6 +1,6 @@
 """`strategy.verify` of a Keras model: its training step on n devices, and on one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,19 +16,23 @@ from mirror._src.inspection.verify import (
     Difference,
     VerifyReport,
     checked,
+    nudged,
     relative_difference,
+    rows_of,
     rtol_of,
 )
 from mirror._src.keras.owners import Owner, owner_of
 from mirror._src.keras.precision import compute_dtypes
 from mirror._src.keras.step_function import StepFunction
 
+_Outcome = tuple[dict[str, Any], list[np.ndarray]]
+"""The logs of a step, and the variables after it."""
+
 _CAUSES = (
     "The step of a Keras model sees the whole batch on any number of devices, so that only the "
-    "order of additions differs. Common causes: an optimizer such as Adam amplifies rounding "
-    "errors of gradients that are almost zero; gradients in float16 overflow on one device and not "
-    "in the sum over all, so that the loss scale skips an update; a custom layer reads something "
-    "else on each call."
+    "order of additions differs. Common causes: gradients in float16 overflow on one device and "
+    "not in the sum over all, so that the loss scale skips an update; a custom layer reads "
+    "something else on each call."
 )
 
 
@@ -69,27 +73,33 @@ def verify_model(
         everything = [*variables, *model.metrics_variables]
         saved = [jnp.copy(variable.value) for variable in everything]
     before = list(map(np.asarray, saved[: len(variables)]))
+
+    def run_one(signs: np.random.Generator | None) -> _Outcome:
+        values = map(jnp.copy, saved)
+        with NoMesh():
+            _assign(everything, values if signs is None else (nudged(signs, x) for x in values))
+            model.reset_metrics()
+            return _on_one_device(model, single, args, variables)
+
+    def compare(outcome: _Outcome, other: _Outcome) -> Iterator[Difference]:
+        for name, value in other[0].items():
+            distance = relative_difference(np.asarray(outcome[0][name]), value)
+            yield Difference(f"logs[{name!r}]", distance)
+        for variable, new, wanted, old in zip(variables, outcome[1], other[1], before, strict=True):
+            if not (np.array_equal(new, old) and np.array_equal(wanted, old)):
+                yield Difference(variable.path, relative_difference(new, wanted))
+
+    rtol = rtol_of(compute_dtypes(model)) if rtol is None else rtol
     try:
         with scope:
             logs = model.train_on_batch(*args, return_dict=True)
         after = [np.array(variable.value) for variable in variables]
-        with NoMesh():
-            _assign(everything, map(jnp.copy, saved))
-            model.reset_metrics()
-            expected_logs, expected_after = _on_one_device(model, single, args, variables)
+        rows = rows_of(rtol, compare, (logs, after), run_one)
     finally:
         with NoMesh():
             model.reset_metrics()
             _assign(everything, saved)
-    rows = [
-        Difference(f"logs[{name!r}]", relative_difference(np.asarray(logs[name]), value))
-        for name, value in expected_logs.items()
-    ]
-    for variable, new, wanted, old in zip(variables, after, expected_after, before, strict=True):
-        if not (np.array_equal(new, old) and np.array_equal(wanted, old)):
-            rows.append(Difference(variable.path, relative_difference(new, wanted)))
-    rtol = rtol_of(compute_dtypes(model)) if rtol is None else rtol
-    return checked(VerifyReport(len(owner.replicas), rtol, tuple(rows)), _CAUSES)
+    return checked(VerifyReport(len(owner.replicas), rtol, rows), _CAUSES)
 
 
 def _require_step(model: Any) -> None:
@@ -105,7 +115,7 @@ def _require_step(model: Any) -> None:
 
 def _on_one_device(
     model: Any, single: ReplicaDevices, args: Sequence[Any], variables: Sequence[Any]
-) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
+) -> _Outcome:
     """Returns the logs of a training step on one device, and the variables after it."""
     step = StepFunction(model.train_function.made, Owner("one device", single), model, "train")
     groups = state_variables(model, "train")

@@ -17,10 +17,12 @@ from mirror._src.engine.per_replica import PerReplica
 from mirror._src.inspection.measurement import copy_of
 from mirror._src.inspection.verify import (
     CAUSES,
+    Outcome,
     VerifyReport,
     checked,
-    compare_results,
-    compare_variables,
+    differences,
+    nudge_variables,
+    rows_of,
     variables_of,
 )
 from mirror._src.ps.driver import Task
@@ -429,7 +431,7 @@ class ServedSteps:
         self._training.trace_once(batch)
         batch, mask = host_batch(batch)
         objects = (self._model, self._optimizer)
-        saved, single = copy_of(objects), copy_of(objects)
+        saved = copy_of(objects)
         before = variables_of(objects, _NAMES)
         try:
             sums = self._schedule(batch, mask)
@@ -439,12 +441,17 @@ class ServedSteps:
             for mine, old in zip(objects, saved, strict=True):
                 nnx.update(mine, nnx.state(old))
         row = functools.partial(jax.tree.map, lambda x: PerReplica([x]))
-        expected = self._local.run(self._training.step, (*single, row(batch), row(mask)))
-        rows = [
-            *compare_results(sums, expected),
-            *compare_variables(before, after, variables_of(single, _NAMES)),
-        ]
-        return checked(VerifyReport(self.multiple, rtol, tuple(rows)), CAUSES)
+
+        def run_one(signs: np.random.Generator | None) -> Outcome:
+            single = copy_of(objects)
+            if signs is not None:
+                nudge_variables(single, signs)
+            results = self._local.run(self._training.step, (*single, row(batch), row(mask)))
+            return results, variables_of(single, _NAMES)
+
+        outcome: Outcome = sums, after
+        rows = rows_of(rtol, functools.partial(differences, before), outcome, run_one)
+        return checked(VerifyReport(self.multiple, rtol, rows), CAUSES)
 
 
 def add_sums(parts: Sequence[Result]) -> Sums:

@@ -664,12 +664,14 @@ class Strategy(abc.ABC):
             rtol: Largest allowed difference, relative to the largest magnitude of each leaf.
                 Defaults to 1e-5. For a Keras model whose layers compute in half precision, defaults
                 to four times the spacing of its numbers at 1: 0.03 for bfloat16, 0.004 for float16.
+                A leaf that rounding decides may differ by more, such as a gradient of zero: by ten
+                times what changing each number of the state by its spacing changes on one device.
 
         Returns:
             A report with one row per result and per changed variable; `print` it.
 
         Raises:
-            VerifyError: If leaves differ by more than `rtol`, or in bits with a fixed number of
+            VerifyError: If leaves differ by more than that, or in bits with a fixed number of
                 replicas; the message names them.
             ReplicaDivergenceError: As for `run`.
             RuntimeError: If called inside a replica or another strategy's scope.
