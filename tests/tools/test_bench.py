@@ -234,6 +234,10 @@ REFUSED = {
         [":other"],
         {"names": ["other", "step", "model", "bench"], "fix": "(step, args)"},
     ),
+    "the step itself": (
+        [":step"],
+        {"names": ["(model, batch)", "(strategy)"], "fix": "(step, args)"},
+    ),
     "not callable": ([":number"], {"names": "number", "fix": "(step, args)"}),
     "nothing": (
         [":nothing"],

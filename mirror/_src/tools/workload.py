@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from mirror._src.base.errors import describe
+from mirror._src.base.naming import require_parameters
 from mirror._src.base.types import PyTree, StepFunction
 from mirror._src.data.source import DistributedDatasetBase
 from mirror._src.strategy.strategy import Strategy
@@ -19,6 +20,7 @@ from mirror._src.tools.builtin_steps import BUILTIN_STEPS, make_builtin_step
 from mirror._src.training.trainer import Trainer, step_of
 
 _FORM = "(step, args) or (step, args, data), or (trainer, data)"
+_FIX = f"Pass a function that takes a strategy and returns {_FORM}."
 
 
 class WorkloadError(ValueError):
@@ -144,8 +146,12 @@ def _load(text: str) -> Callable[[Strategy], Any]:
         functions = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise WorkloadError(
             f"No function {name} found in {where} (functions: {', '.join(functions) or 'none'}). "
-            f"Pass a function that takes a strategy and returns {_FORM}."
+            f"{_FIX}"
         )
+    try:
+        require_parameters(function, text, ("strategy",), _FIX)
+    except TypeError as error:  # such as the step itself
+        raise WorkloadError(str(error)) from None
     return function
 
 
