@@ -89,7 +89,7 @@ BUDGETS = {
     "strategy": Size(1029, 6, 8),
     "training": Size(5609, 32, 64),
     "ps": Size(3572, 20, 67),
-    "tools": Size(3004, 24, 30),
+    "tools": Size(3009, 24, 30),
 }
 
 
