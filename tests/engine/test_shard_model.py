@@ -279,6 +279,7 @@ UNUSUAL = {
             {**{name: filled(1 / 128) for name in "uvw"}, "empty": jnp.zeros(shape)},
         )
         for shape in [(0, 128), (128, 0), (0,)]
+        if jax.__version__ != "0.11.2"  # compiles no program for several devices with these inputs
     },
     **{
         dtype: (with_a_frozen_table, {"w": filled(1 / 128), "table": filled(1, dtype)})
