@@ -52,6 +52,25 @@ def in_torch(sizes):
     return ({k: torch.from_numpy(v) for k, v in batch.items()} for batch in Refilled(sizes))
 
 
+def from_dlpack(sizes):
+    return (jax.tree.map(jax.dlpack.from_dlpack, batch) for batch in Refilled(sizes))
+
+
+class Wrapped:
+    def __init__(self, array):
+        self.array, self.shape, self.ndim, self.dtype = array, array.shape, array.ndim, array.dtype
+
+    def __getitem__(self, index):
+        return Wrapped(self.array[index])
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+
+def wrapped(sizes):
+    return (jax.tree.map(Wrapped, batch) for batch in Refilled(sizes))
+
+
 def total(batch, mask=1.0):
     rows = batch["x"].sum(-1) + batch["y"]
     return mirror.all_reduce("sum", (rows * mask).sum())
@@ -76,7 +95,7 @@ def collected(strategy, source):
 def peeked(strategy, source):
     dataset = strategy.distribute_dataset(source, remainder="drop")
     shapes = dataset.element_spec["x"].shape
-    seen = [float(batch["x"].sum()) for batch in dataset.peek(2)]
+    seen = [float(np.asarray(batch["x"]).sum()) for batch in dataset.peek(2)]
     return shapes, seen, [float(strategy.run(total, (batch,))) for batch in dataset]
 
 
@@ -149,7 +168,53 @@ WAYS = {
     "fit, pieces": functools.partial(trained, accumulate_steps=2),
     "evaluate": evaluated,
 }
-ONE_PASS = {"generator": generator, "torch": in_torch}
+ONE_PASS = {
+    "generator": generator,
+    "torch": in_torch,
+    "dlpack": from_dlpack,
+    "wrapped": wrapped,
+}
+
+
+class Scaled(nnx.Module):
+    def __init__(self):
+        self.scale = nnx.Param(jnp.ones(()))
+
+    def __call__(self, rows, values):
+        return jnp.zeros_like(rows) + values[-1] * self.scale
+
+
+def assigned(values):
+    variable = mirror.Variable(jnp.zeros_like(values))
+    return variable.assign(values)[...]
+
+
+TAKEN_ONCE = {
+    "a variable": lambda values: mirror.Variable(values)[...],
+    "assign": assigned,
+    "add_n": lambda values: mirror.add_n([values]),
+    "DataParallel": lambda values: parallel(Scaled())(np.zeros(4, "f4"), values),
+}
+
+
+def parallel(model):
+    return mirror.DataParallel(model, device_ids=["/cpu:0"])
+
+
+@pytest.mark.slow
+def test_values_can_be_overwritten_while_devices_are_busy(two, subtests):
+    """JAX reads a host array in a thread of the pool that also runs the devices."""
+    work = jax.jit(lambda x: jax.lax.fori_loop(0, 30, lambda i, x: jnp.sin(x) + x.sum(), x))
+    operands = [jax.device_put(np.ones(1 << 18, "f4"), device) for device in jax.devices()]
+    for name, take in TAKEN_ONCE.items():
+        with subtests.test(msg=name):
+            for _ in range(4):
+                values = np.zeros((1 << 20) + 1, "f4")[1:]  # JAX may share aligned memory
+                busy = [work(operand) for operand in operands]
+                taken = take(values)
+                values[-1] = 1
+                assert np.asarray(taken)[-1] == 0
+                jax.block_until_ready(busy)
 
 
 def test_overwritten_buffers_do_not_change_any_result(two, subtests):

@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from mirror._src.base.foreign_arrays import is_array
 from mirror._src.base.types import PyTree
+from mirror._src.devices.transfer import without_alias
 
 _MAKES_BATCHES = {
     "datasets": "Batch the dataset first: dataset.with_format('numpy').batch(batch_size).",
@@ -41,4 +43,10 @@ def _copied(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
         return leaf.copy()
     torch = sys.modules.get("torch")
-    return leaf.clone() if torch is not None and isinstance(leaf, torch.Tensor) else leaf
+    if torch is not None and isinstance(leaf, torch.Tensor):
+        return leaf.clone()
+    if isinstance(leaf, jax.Array):
+        return without_alias(leaf)
+    if isinstance(leaf, np.generic) or not (is_array(leaf) or hasattr(leaf, "__array_interface__")):
+        return leaf
+    return np.asarray(leaf).copy()

@@ -128,7 +128,8 @@ def add_n(values: Iterable[ArrayLike]) -> Array:
 def _as_array(value: ArrayLike) -> Array:
     require_fits("An array of add_n", value)
     try:
-        return jnp.asarray(value)
+        # JAX may read it when the owner refills it already; see `as_array` of variables.
+        return jnp.asarray(value.copy() if isinstance(value, np.ndarray) else value)
     except (TypeError, ValueError) as error:
         raise TypeError(f"add_n expects arrays or numbers, got {describe(value)}.") from error
 

@@ -174,6 +174,17 @@ def move(array: Array | np.ndarray, device: jax.Device) -> Array:
     return jax.device_put(array, device)
 
 
+def without_alias(array: Array) -> Array:
+    """Returns an array on one host device as a copy: it may share memory with others by DLPack."""
+    is_traced = isinstance(array, jax.core.Tracer)
+    if is_traced or array.is_deleted() or {each.platform for each in array.devices()} != {"cpu"}:
+        return array
+    if len(array.devices()) > 1:
+        return array
+    with NoMesh(), unlogged():
+        return jax.block_until_ready(jnp.copy(array))
+
+
 def place_like(array: Array | np.ndarray, like: Array | np.ndarray) -> Array:
     """Moves the array to the devices of `like`; to the default device if `like` is on the host.
 

@@ -152,8 +152,9 @@ def as_array(name: str, value: Any, dtype: Any = None) -> Array:
         raise TypeError(f"{name} must be an array or a number, got {describe(value)}.")
     if dtype is None:
         require_fits(name, array)
-    # JAX rejects Python integers that do not fit `dtype`, and wraps the ones of NumPy.
-    return jnp.asarray(value if isinstance(value, int) else array, dtype)
+    # JAX rejects Python integers that do not fit `dtype`, and wraps the ones of NumPy. It reads an
+    # array after it returns (0.10.2, 0.12.0.1), also in `jnp.array`: the owner may refill it.
+    return jnp.asarray(value if isinstance(value, int) else array.copy(), dtype)
 
 
 _TENSORFLOW_ARGUMENTS = {

@@ -183,7 +183,9 @@ def _place(leaf: Any, batch_size: int, replicas: ReplicaDevices) -> Any:
     """Moves an argument to the devices: split along its leading axis, or replicated."""
     if _is_split(leaf, batch_size, len(replicas)):
         return replicas.stack(leaf)
-    return replicas.broadcast(leaf) if isinstance(leaf, jax.Array | np.ndarray) else leaf
+    if isinstance(leaf, np.ndarray):
+        return replicas.mirror(leaf)  # its owner may refill it before the step has read it
+    return replicas.broadcast(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
 def _mirror_variables(module: nnx.Module, replicas: ReplicaDevices) -> None:
