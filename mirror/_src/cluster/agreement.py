@@ -89,7 +89,7 @@ def find_difference(
         except consensus.AbsentError as error:
             ledger.canceled += 1
             text = _absent_message(program.name, number, error.processes, timeout_secs)
-            raise ProgramMismatchError(text) from None
+            raise ProgramMismatchError(error.reason or text) from None
         if decision == _SAME:
             return None
         return _difference(program, number, f"program/{number}", digest, int(decision))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, final
 
 from mirror._src.cluster import store
-from mirror._src.cluster.failures import first_failure
+from mirror._src.cluster.failures import LEFT, first_failure
 
 _T = TypeVar("_T")
 _POLL_SECS = 0.5  # between two looks at whether the others can still come
@@ -135,7 +135,7 @@ class Topic:
         def missing() -> list[int]:
             return [i for i in range(count) if i not in texts]
 
-        reason = _wait(read, deadline, lambda: self._gone(missing()))
+        reason = _wait(read, deadline, lambda: self._gone(missing()) or _ended(missing()))
         if missing():
             raise AbsentError(missing(), reason)
         return [texts[i] for i in range(count)]
@@ -158,7 +158,7 @@ class Topic:
             texts.extend([] if text is None else [text])
             return bool(texts)
 
-        reason = _wait(read, deadline, lambda: self._gone([0]))
+        reason = _wait(read, deadline, lambda: self._gone([0]) or _ended([0]))
         if reason and not texts:
             raise AbsentError([0], reason)
         return texts[0] if texts else None
@@ -183,6 +183,19 @@ def _wait(read: Callable[[float], bool], deadline: float, gone: Callable[[], str
     return ""
 
 
+def _ended(missing: Sequence[int]) -> str:
+    """Returns which of these processes has ended, so that it makes no more calls, or ""."""
+    left = store.get_all(LEFT)
+    ended = next((i for i in missing if str(i) in left), None)
+    if ended is None:
+        return ""
+    return (
+        f"Process {ended} has ended, and process {store.process_index()} waits for it. Make the "
+        "same calls on every process: look for sys.exit, return, break or an iterator that is "
+        "shorter there."
+    )
+
+
 _writes = Topic("writes")
 
 
@@ -202,11 +215,12 @@ def chief_writes(name: str, secs: float) -> Iterator[None]:
     try:
         _writes.decide("", lambda _: "", time.monotonic() + secs)
     except AbsentError as error:
-        raise RuntimeError(
-            f"{name} failed: processes {error.processes} have not called {name} within {secs:g} s. "
+        reason = error.reason or (
+            f"processes {error.processes} have not called {name} within {secs:g} s. "
             "Call it on every process, not only on the chief, which writes; if they are only slow, "
             "wait longer: mirror.distributed.initialize(agreement_secs=...)."
-        ) from None
+        )
+        raise RuntimeError(f"{name} failed: {reason}") from None
     try:
         yield
     finally:
@@ -227,7 +241,8 @@ def gather(name: str, mine: Mapping[str, Any], deadline: float) -> list[dict[str
         groups = json.loads(Topic(name).decide(json.dumps(mine), _grouped, deadline))
     except AbsentError as error:
         raise RuntimeError(
-            f"Process {store.process_index()} of {count} waited {time.monotonic() - start:.0f} s "
+            error.reason
+            or f"Process {store.process_index()} of {count} waited {time.monotonic() - start:.0f} s "
             f"for processes {error.processes}, which have not joined. Start every process with the "
             "same program; their output says what they do."
         ) from None

@@ -13,9 +13,11 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import sys
 import threading
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, final
 
@@ -31,6 +33,8 @@ _MOST_SECS = 12.0
 _FAREWELL_SECS = 1.0  # from the last message of a process to its end
 _TEXT_LENGTH = 2000
 _EVENTS = "end"
+LEFT = "left"
+"""Directory of the store, in which each process posts that it ends: it makes no more calls."""
 _INTERRUPTED = 130
 
 
@@ -250,15 +254,15 @@ class Failures:
             time.sleep(_POLL_SECS / 10)
             self._exchange()
         mine = json.dumps([ledger.num_joined, ledger.last])
-        store.set(f"left/{me}", mine)
+        store.set(f"{LEFT}/{me}", mine)
         with contextlib.suppress(Exception):  # `store.stop`
             if me == 0:
-                left = store.get_many("left", count, deadline, {me: mine})
+                left = store.get_many(LEFT, count, deadline, {me: mine})
                 if len(left) == count:
                     self._exchange()
                     if store.stop is None:  # else the others wait for its event
-                        store.set("left/all", json.dumps([left[i] for i in range(count)]))
-            text = store.get("left/all", deadline)
+                        store.set(f"{LEFT}/all", json.dumps([left[i] for i in range(count)]))
+            text = store.get(f"{LEFT}/all", deadline)
             if text is not None:
                 self._compare_ends([json.loads(each) for each in json.loads(text)])
 
@@ -304,7 +308,7 @@ def _post(event: Event) -> None:
 def _say_farewell() -> None:
     with contextlib.suppress(Exception):
         me, count = store.process_index(), store.process_count()
-        store.set_default(f"gone/{me}", "")
+        store.set_default(f"gone/{me}", f"{os.getpid()} {socket.gethostname()}")
         if me != 0:
             return
         deadline = time.monotonic() + _MOST_SECS + _STUCK_SECS
@@ -313,3 +317,14 @@ def _say_farewell() -> None:
             gone = store.get_all("gone")
             time.sleep(_POLL_SECS / 2)
         time.sleep(_FAREWELL_SECS)
+        others = [text.split(" ", 1) for process, text in gone.items() if int(process) != me]
+        pids = [pid for pid, host in others if host == socket.gethostname()]
+        while any(map(_is_running, pids)) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECS / 10)
+
+
+def _is_running(pid: str) -> bool:
+    """Whether a process of this machine runs: its cleanup may take longer than its farewell."""
+    with contextlib.suppress(OSError):
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # empty once it has ended
+    return False

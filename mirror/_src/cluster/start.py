@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ _OPTIONS = (
 _PACKAGES = ("jax", "jaxlib", "flax", "optax")
 _logger = logging.getLogger("mirror")
 _lock = threading.Lock()
+_MARGIN_SECS = 5  # of JAX, after this deadline
 _NO_CLUSTER = "should be defined"  # of JAX's error if it detects none (0.10.2, 0.12.0.1)
 
 
@@ -182,6 +184,12 @@ def _join(
         # JAX would use one GPU per task of Open MPI, also of a task that has its node for itself.
         ids = list(range(len(list_physical_devices("GPU")))) or None
     watch_startup()
+    limit: threading.Timer | None = None
+    if member is not None:  # JAX aborts the process without saying for which one it has waited
+        limit = threading.Timer(secs["initialization_secs"], _end_unjoined, (member, secs))
+        limit.daemon = True
+        limit.start()
+        arguments["initialization_timeout"] += _MARGIN_SECS
     try:
         jax.distributed.initialize(**{**arguments, "local_device_ids": ids})
     except ValueError as error:
@@ -198,8 +206,25 @@ def _join(
             f"{first_line(error)}. Start all processes at about the same time with the same "
             "addresses, and check that the port of process 0 is free and can be reached."
         ) from error
+    finally:
+        if limit is not None:
+            limit.cancel()
     _job.resolver = resolver
     _job.heartbeat_secs = secs["heartbeat_secs"]
+
+
+def _end_unjoined(member: Membership, secs: Mapping[str, float]) -> None:
+    """Ends this process, which waits in native code for processes that have not joined."""
+    print(
+        f"mirror: process {member.process_id} of {member.num_processes} has waited "
+        f"{secs['initialization_secs']:g} s for the others, which have not all joined process 0 at "
+        f"{member.coordinator_address}, and ends with status 1. Start all processes at about the "
+        "same time with the same addresses, and check that the port of process 0 is free and can "
+        "be reached; their output says why one has not joined.",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)
 
 
 def resolver_of_environment() -> ClusterResolver | None:

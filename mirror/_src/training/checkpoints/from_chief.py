@@ -108,7 +108,7 @@ class BroadcastRestore:
             with contextlib.closing(self._topic):
                 return self._read()
         except consensus.AbsentError as error:
-            raise _absence(error.processes) from None
+            raise _absence(error) from None
 
     def _read(self) -> tuple[Position, Arrays]:
         if self._is_chief:
@@ -233,12 +233,13 @@ def _raise(fault: Sequence[Any] | None) -> None:
         raise kind(f"trainer.restore failed on process {process}: {text}.")
 
 
-def _absence(absent: Sequence[int]) -> RuntimeError:
-    return RuntimeError(
-        f"trainer.restore failed: processes {list(absent)} have not called trainer.restore within "
+def _absence(error: consensus.AbsentError) -> RuntimeError:
+    reason = error.reason or (
+        f"processes {error.processes} have not called trainer.restore within "
         f"{agreement_secs():g} s. Call it on every process; if they only read slowly, wait longer: "
         "mirror.distributed.initialize(agreement_secs=...)."
     )
+    return RuntimeError(f"trainer.restore failed: {reason}")
 
 
 def _digest(value: Any) -> str:
