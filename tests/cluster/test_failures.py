@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support import processes
+from tests.support.messages import assert_message
 
 CODE = """
 import time, numpy as np, mirror
@@ -27,6 +28,17 @@ def test_the_others_report_the_error_and_end(failing):
     assert "ValueError: bad row 12 in batch 7" in ended[failing].output
     assert f"Process {failing} has failed: ValueError: bad row 12 in batch 7" in other.output
     assert other.status not in (0, None), "JAX ends it after heartbeat_secs"
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_named():
+    kill = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    code = CODE.replace('raise ValueError("bad row 12 in batch 7")', kill)
+    code = code.replace("FAILING", "(1,)")
+    other, killed = processes.run(code, devices=1)  # with one, gloo ends the launch
+    assert killed.status == -9, killed.output
+    assert other.status not in (0, None), other.output
+    assert_message(other.output, names=["process 0", "Process 1"], fix="exit status")
 
 
 @pytest.mark.nightly

@@ -242,9 +242,9 @@ def gather(name: str, mine: Mapping[str, Any], deadline: float) -> list[dict[str
     except AbsentError as error:
         raise RuntimeError(
             error.reason
-            or f"Process {store.process_index()} of {count} waited {time.monotonic() - start:.0f} s "
-            f"for processes {error.processes}, which have not joined. Start every process with the "
-            "same program; their output says what they do."
+            or f"Process {store.process_index()} of {count} waited {time.monotonic() - start:.0f} "
+            f"s for processes {error.processes}, which have not joined. Start every process with "
+            "the same program; their output says what they do."
         ) from None
     of_process = {i: values for values, ids in groups for i in ids}
     return [dict(of_process[i]) for i in range(count)]

@@ -36,6 +36,7 @@ _EVENTS = "end"
 LEFT = "left"
 """Directory of the store, in which each process posts that it ends: it makes no more calls."""
 _INTERRUPTED = 130
+_LOST_CONNECTION = "Gloo"  # in errors of collectives on CPUs (JAX 0.10 to 0.12)
 
 
 class Event(NamedTuple):
@@ -104,6 +105,7 @@ class Failures:
         self._previous = sys.excepthook
         self._status: int | None = None
         self._have_all_failed = False
+        self._silent: list[int] = []  # processes that did not fail within `_ALL_SECS`
         self._is_exiting = False
         self._ended: Event | None = None
         self._is_over = threading.Event()
@@ -130,6 +132,15 @@ class Failures:
         posting = threading.Thread(target=self._post_failure, args=(text,), daemon=True)
         posting.start()
         posting.join(_ALL_SECS + _POST_SECS)
+        silent = ", ".join(map(str, self._silent))
+        if silent and _LOST_CONNECTION in str(error):
+            print(
+                f"mirror: process {store.process_index()} has lost its connection to another "
+                f"process in a collective. Process {silent} has reported no error: read its output "
+                "and its exit status. The system kills a process that needs too much memory.",
+                file=sys.stderr,
+                flush=True,
+            )
         if not self._have_all_failed:
             self._status = _INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1
 
@@ -140,6 +151,7 @@ class Failures:
             store.set_default(f"failed/by/{me}", "")
             deadline = time.monotonic() + _ALL_SECS
             failed = store.get_many("failed/by", count, deadline, {me: ""}, stops=False)
+            self._silent = [i for i in range(count) if i not in failed]
             # The first one decides for all: a process must not wait for one that has left.
             store.set_default("failed/all", "yes" if len(failed) == count else "no")
             said = store.get("failed/all", time.monotonic() + _POST_SECS, stops=False)
