@@ -1,10 +1,12 @@
 """The constructor of a strategy, compared with `tf.distribute.MirroredStrategy`."""
 
 import copy
+import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -155,6 +157,17 @@ MADE = {
 def test_shallow_copy_is_rejected(make):
     with raises(RuntimeError, names="copy.copy(strategy)", fix="copy.deepcopy(strategy)"):
         copy.copy(make())
+
+
+def a_trainer():
+    with cpu_strategy(2).scope():
+        return mirror.Trainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.adam(0.1), "mse")
+
+
+@rows("make", [*MADE.values(), lambda: cpu_strategy(2).distribute_dataset([]), a_trainer])
+def test_pickle_is_rejected(make):
+    with raises(TypeError, names=["strategy", "trainer", "dataset"], fix="jax.device_get("):
+        pickle.dumps(make())
 
 
 @rows("make", MADE.values())

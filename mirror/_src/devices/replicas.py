@@ -4,7 +4,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +134,19 @@ class ReplicaDevices:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ReplicaDevices":
         return self  # copies of a `DataParallel` use the same devices
+
+    def __copy__(self) -> "ReplicaDevices":
+        twin = object.__new__(ReplicaDevices)
+        vars(twin).update(vars(self))
+        return twin
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "Cannot pickle a strategy, or a trainer or dataset that uses one: it refers to devices "
+            "of this process. multiprocessing, joblib, Ray or workers of a data loader pickle what "
+            "their function captures. Create it in the process that uses it, and pass arrays "
+            "there: jax.device_get(nnx.state(trainer.model))."
+        )
 
     def __len__(self) -> int:
         return len(self.devices)
