@@ -98,9 +98,28 @@ def train_with_a_method(strategy, number):
     return [weakref.ref(experiment)]
 
 
+def train_with_a_captured_array(strategy, number):
+    """The array is smaller than a model: the one of the last trial may still be referenced."""
+    captured = jax.device_put(np.full((3, 600), number, np.float32))
+
+    def step(batch):
+        return mean((batch @ captured).mean())
+
+    for _ in range(2):
+        strategy.run(step, (batch_of(strategy),))
+    return [weakref.ref(step)]
+
+
 @pytest.mark.parametrize("make", EXECUTORS.values(), ids=EXECUTORS)
 @pytest.mark.parametrize(
-    "trial", [train, train_by_trainer, train_in_a_shared_step, train_with_a_method]
+    "trial",
+    [
+        train,
+        train_by_trainer,
+        train_in_a_shared_step,
+        train_with_a_method,
+        train_with_a_captured_array,
+    ],
 )
 def test_trials_on_one_strategy_leave_nothing(make, trial, capsys):
     strategy, left = make(), []

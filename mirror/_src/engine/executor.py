@@ -437,6 +437,9 @@ class MeshExecutor(Executor):
             check(leaves[:num_arguments])
             return mapped(*leaves)
 
+        kept: Any = named
+        kept.replica = replica  # which `mapped` may refer to weakly
+
         named.__name__ = name
         # With explicit shardings, numbers, NumPy arrays and arrays on other devices all use the
         # same compiled program.

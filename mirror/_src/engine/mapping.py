@@ -19,6 +19,7 @@ Five mappings compute the same. The first three run one replica per device:
   staged program inside a `jax.shard_map`, also on one device.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -88,7 +89,7 @@ def map_replicas(
             return _without_leading_axis(replica, inputs, outputs)
         case "pmap":
             return _pmap(
-                replica,
+                _held_weakly(replica),
                 axis_name=replicas.axis_name,
                 in_axes=tuple(0 if kind.is_own else None for kind in inputs),
                 out_axes=tuple(0 if kind.is_own else None for kind in outputs),
@@ -108,6 +109,23 @@ def map_replicas(
         check_vma=False,  # the proof has checked more
     )
     return mapped
+
+
+def _held_weakly(replica: ReplicaFunction) -> ReplicaFunction:
+    """Returns a function that does not keep `replica`, nor the arrays that its step captures.
+
+    `jax.pmap` keeps every function, in a weak dictionary whose value refers to its key (JAX 0.10.2
+    to 0.12.0.1).
+    """
+    held = weakref.ref(replica)
+
+    def call(*leaves: Any) -> Outputs:
+        target = held()
+        assert target is not None  # the compiled program keeps it
+        return target(*leaves)
+
+    call.__name__ = replica.__name__
+    return call
 
 
 def _without_leading_axis(
