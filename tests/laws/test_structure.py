@@ -78,8 +78,8 @@ def test_imports_have_no_cycles():
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
     "base": Size(1074, 14, 14),
-    "devices": Size(2134, 16, 26),
-    "cluster": Size(1100, 7, 20),
+    "devices": Size(2153, 16, 26),
+    "cluster": Size(1154, 7, 20),
     "jaxprs": Size(3255, 16, 30),
     "passes": Size(2685, 16, 34),
     "engine": Size(5513, 31, 73),
