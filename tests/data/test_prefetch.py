@@ -269,6 +269,7 @@ def test_incomplete_last_step_is_reported(subtests):
             with pytest.warns(UserWarning, match=rf"\b{n}\b") as record:
                 got = list(data)
             assert_message(" ".join(str(each.message) for each in record), values=[n, left])
+            assert {each.filename for each in record} == {__file__}, "also from the thread"
             assert len(got) == count // n
             with warnings.catch_warnings():
                 warnings.simplefilter("error")

@@ -3,12 +3,15 @@
 import functools
 import inspect
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
 
 import jax
+
+_thread = threading.local()
 
 
 def name_of(fn: Callable[..., Any]) -> str:
@@ -133,9 +136,24 @@ def depth_of_user(caller: str = "mirror") -> int:
     return depth
 
 
+def place_of_user() -> tuple[str, int]:
+    """Returns the file and the line of the user that `warn_user` shows."""
+    frame = sys._getframe(depth_of_user() - 1)
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def warn_at(place: tuple[str, int]) -> None:
+    """Makes `warn_user` show a place in this thread, whose stack has no line of the user."""
+    _thread.place = place
+
+
 def warn_user(message: str, caller: str = "mirror") -> None:
     """Issues a warning at the user's line; `caller` as for `depth_of_user`."""
-    warnings.warn(message, stacklevel=depth_of_user(caller))
+    place = getattr(_thread, "place", None)
+    if place is None:
+        warnings.warn(message, stacklevel=depth_of_user(caller))
+    else:
+        warnings.warn_explicit(message, UserWarning, *place)
 
 
 def is_our_module(name: str | None) -> bool:

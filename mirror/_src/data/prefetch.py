@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, final
 
+from mirror._src.base.naming import place_of_user, warn_at
 from mirror._src.base.tracebacks import api_boundary
 
 T = TypeVar("T")
@@ -30,7 +31,10 @@ class PrefetchIterator(Iterator[T]):
     ) -> None:
         self._queue = _Queue(ahead)
         thread = threading.Thread(
-            target=_fill, args=(source, self._queue), name="mirror prefetch", daemon=True
+            target=_fill,
+            args=(source, self._queue, place_of_user()),
+            name="mirror prefetch",
+            daemon=True,
         )
         self.close = weakref.finalize(self, _end, self._queue, thread, cancel)
         thread.start()
@@ -80,7 +84,8 @@ class _Queue:
             self._changed.notify_all()
 
 
-def _fill(source: Iterator[Any], queue: _Queue) -> None:
+def _fill(source: Iterator[Any], queue: _Queue, place: tuple[str, int]) -> None:
+    warn_at(place)
     try:
         for item in source:
             if not queue.put(item):
