@@ -77,7 +77,7 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(1074, 14, 14),
+    "base": Size(1084, 14, 14),
     "devices": Size(2153, 16, 26),
     "cluster": Size(1154, 7, 20),
     "jaxprs": Size(3255, 16, 30),
