@@ -5,6 +5,7 @@ import functools
 import gc
 import threading
 import traceback
+import types
 import warnings
 
 import jax
@@ -108,6 +109,8 @@ CALLS = {
     "returns a date": (lambda s: s.run(lambda: np.datetime64("2020-01-01")), TypeError, {"names": ["<lambda>", "result"], "values": "datetime64[D][]", "fix": "numbers"}),
     "returns a long double": (lambda s: s.run(lambda: {"a": np.ones(1, np.longdouble)}), TypeError, {"names": ["<lambda>", "result['a']"], "values": "float128[1]", "fix": "x.astype('float32')"}),
     "a batch of long doubles": (lambda s: list(s.distribute_dataset([{"x": np.ones((2, 1), np.longdouble)}])), TypeError, {"names": "batch['x']", "values": "float128[2,1]", "fix": "x.astype('float32')"}),
+    "an argument of long doubles": (lambda s: s.run(lambda x: x, (np.ones(1, np.longdouble),)), TypeError, {"names": "x", "values": "float128[1]", "fix": "x.astype('float32')"}),
+    "an object as a batch": (lambda s: list(s.distribute_dataset([types.SimpleNamespace(x=1)])), TypeError, {"names": "batch", "values": "SimpleNamespace", "fix": "{'x': x, 'y': y}"}),
     "long doubles as values": (lambda s: PerReplica([np.ones(1, np.clongdouble)] * 2), TypeError, {"names": "PerReplica", "values": "complex256[1]", "fix": "x.astype('float32')"}),
     "returns a model": (lambda s: s.run(lambda m: {"m": m}, (Counter(),)), TypeError, {"names": ["<lambda>", "Counter", "result['m']"]}),
     "returns a function": (lambda s: s.run(lambda: print), TypeError, {"names": ["<lambda>", "result"], "values": "print"}),

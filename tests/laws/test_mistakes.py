@@ -1162,6 +1162,24 @@ mistakes(
             AttributeError,
             says(fix="strategy.run(step"),
         ),
+        "names_of_torch": (
+            lambda: run(lambda x: x.mean().backward(), np.ones(3, "f4")),
+            AttributeError,
+            says(names="backward", values="float32[]", fix="nnx.value_and_grad(loss_fn)"),
+        ),
+        "optimizer_of_torch": (
+            lambda: strategy().run(
+                lambda o: o.zero_grad(),
+                (nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param),),
+            ),
+            AttributeError,
+            says(names="zero_grad", values="Optimizer", fix="optimizer.update(model, grads)"),
+        ),
+        "arrays_in_a_list": (
+            lambda: strategy().run([np.ones((2, 3), "f4")], ()),
+            TypeError,
+            says(names="fn", values="[float32[2,3]] (list)"),
+        ),
         "zero_grad": (
             lambda: strategy().zero_grad(),
             AttributeError,

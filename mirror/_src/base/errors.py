@@ -86,11 +86,24 @@ def describe(leaf: Any) -> str:
     """Returns `float32[3,4]` for an array, `'text' (str)` for any other value."""
     if isinstance(leaf, _TYPED):
         return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-    text = repr(leaf)
+    text = _written(leaf)
     # An nnx module's repr fills a page, and Python's own has an address instead of a value.
     if "\n" in text or type(leaf).__repr__ is object.__repr__:
         return type(leaf).__name__
     return f"{_shortened(text)} ({type(leaf).__name__})"
+
+
+def _written(value: Any) -> str:
+    """Returns the representation of a value, with types in place of the numbers of arrays."""
+    if isinstance(value, _TYPED):
+        return describe(value)
+    if type(value) is dict:
+        return "{" + ", ".join(f"{key!r}: {_written(item)}" for key, item in value.items()) + "}"
+    if type(value) is list:
+        return "[" + ", ".join(map(_written, value)) + "]"
+    if type(value) is tuple:
+        return "(" + ", ".join(map(_written, value)) + (",)" if len(value) == 1 else ")")
+    return repr(value)
 
 
 def _shortened(text: str) -> str:

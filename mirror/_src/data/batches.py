@@ -131,6 +131,10 @@ def array_of(name: str, leaf: Any) -> Any:
         fix = "Yield numbers; encode text first."
         if array.dtype == object:
             fix = "All rows must have the same length; encode text first."
+            if array.ndim == 0:
+                fix = (
+                    "A batch is a tree of arrays, such as {'x': x, 'y': y}; for an object, vars(x)."
+                )
         if is_long(array.dtype):
             fix = "Convert it: x.astype('float32')."
         raise TypeError(

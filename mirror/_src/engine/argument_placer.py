@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from mirror._src.base.errors import counted, describe
-from mirror._src.base.types import Array, PyTree, is_float0, is_numeric
+from mirror._src.base.types import Array, PyTree, is_float0, is_long, is_numeric
 from mirror._src.devices.op_log import placement_log
 from mirror._src.devices.replicas import Kind, ReplicaDevices
 from mirror._src.devices.transfer import (
@@ -145,9 +145,14 @@ class ArgumentPlacer:
             try:
                 placed = self._stack(call, i, leaf) if i in per_replica else self._mirror(leaf)
             except TypeError as error:
+                fix = (
+                    " Convert it: x.astype('float32')."
+                    if isinstance(leaf, np.ndarray | np.generic) and is_long(leaf.dtype)
+                    else ""
+                )
                 raise TypeError(
                     f"{name()} is {describe(leaf)}, which cannot be converted to a JAX "
-                    f"array: {error}"
+                    f"array: {error}{fix}"
                 ) from error
             except OverflowError as error:
                 dtype = str(jax.dtypes.canonicalize_dtype(int))

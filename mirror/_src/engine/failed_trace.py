@@ -10,17 +10,20 @@ from typing import Any, NamedTuple
 import flax
 import jax
 import numpy as np
+from flax import nnx
 
 from mirror._src.base.errors import counted, describe
 from mirror._src.base.naming import code_of, name_of, parameter_names, signature_of
 from mirror._src.base.tracebacks import is_own, is_users, place
 from mirror._src.base.types import ARRAY_LIKE
+from mirror._src.base.unknown_names import advice
 from mirror._src.engine.arguments import Call, ObjectPlaceholder
 from mirror._src.engine.closures import captured_message, stale_message
 from mirror._src.engine.mesh import failed_mapping_message, unbound_axis_message
 from mirror._src.engine.per_replica import PerReplica
 
 _MOST_ITEMS = 6
+_OF_LIBRARIES = (jax.core.Tracer, nnx.Optimizer)
 _ANNOTATED = (TypeError, ValueError, LookupError, AttributeError)
 
 _RETURN_IT = (
@@ -128,9 +131,18 @@ def _explanation(
     conversion = _conversion(error)
     if conversion is not None:
         error.args = (_conversion_message(call, conversion, error),)
+    elif isinstance(error, AttributeError) and (told := _told(error)) is not None:
+        what = f"{name_of(fn)} uses {error.name!r} of {describe(error.obj)}{_user_line(error)}"
+        return AttributeError(f"{what}, which does not have it. {told}")
     elif isinstance(error, _ANNOTATED) and _is_written_by_user(fn) and _is_not_ours(error):
         error.add_note(f"{name_of(fn)} was traced with {_received(call)}.")
     return None
+
+
+def _told(error: AttributeError) -> str | None:
+    """Returns what to write for a name of PyTorch that arrays and optimizers do not have."""
+    name = error.name or ""
+    return advice().get(("in a step", name)) if isinstance(error.obj, _OF_LIBRARIES) else None
 
 
 def _is_of_trace_level(error: Exception) -> bool:

@@ -159,6 +159,8 @@ def _reject_options(data: Any, options: Mapping[str, Any]) -> None:
     elif isinstance(data, list) and all(map(is_array, data)):
         fix = "A list is an iterable of batches. For arrays of inputs and labels, pass a tuple: "
         fix += "(x, y)."
+    elif isinstance(data, dict) and list in map(type, data.values()):
+        fix = "Convert the lists to arrays: np.asarray(rows)."
     else:
         fix = (
             "Pass arrays, as in trainer.fit((x, y), batch_size=32), or choose the batch size and "
