@@ -43,8 +43,8 @@ Glossary:
 - **cross-replica context**: The state of being inside `strategy.scope()`, but outside a step. Code
   runs once for all replicas, and arrays are created mirrored.
 - **donate**: To let a step reuse the memory of an argument for its results. A donated array is
-  deleted and must not be used again. Models and optimizers are always donated, and updated in
-  place.
+  deleted and must not be used again. The nnx variables that a step changes are always donated,
+  and updated in place.
 - **physical device, logical device**: A CPU or GPU of the machine, and a device that JAX places
   computations on. A CPU can be split into several logical devices; see `mirror.config`.
 """

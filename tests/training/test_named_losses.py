@@ -244,6 +244,9 @@ def test_parts_of_a_dict_are_named():
     data = {"x": LOGITS, "z": LOGITS, "y": CLASSES}
     with raises(ValueError, values="['x', 'y', 'z']", fix=["sample_weight='z'"]):
         fit(scale(SPARSE, labels="y"), data, batch_size=4)
+    weighted = {"x": LOGITS, "w": WEIGHT, "y": CLASSES}  # JAX sorts the keys
+    with raises(ValueError, values="['w', 'x', 'y']", fix=["sample_weight='w'"]):
+        fit(scale(SPARSE, labels="y"), weighted, batch_size=4)
     with raises(ValueError, names="labels", values=["'label'", "['x', 'y', 'z']"]):
         fit(scale(SPARSE, labels="label"), data, batch_size=4)
 

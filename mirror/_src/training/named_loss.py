@@ -287,7 +287,8 @@ class NamedLoss:
         if len(inputs) != 1:
             fix = ""
             if len(inputs) > 1 and self._weight is None and len(batch) == 3:
-                fix = f"If the third entry contains weights, pass sample_weight={inputs[-1]!r}."
+                weights = min(reversed(inputs), key=lambda name: np.ndim(batch[name]))
+                fix = f"If the third entry contains weights, pass sample_weight={weights!r}."
             raise self._not_a_pair(batch, fix)
         return batch[inputs[0]], labels
 
