@@ -279,6 +279,9 @@ def test_one_replica_is_one_device():
     strategy = cpu_strategy(1)
     step, args = make(strategy, loss, reduce, **kwargs)
     assert strategy.inspect(step, args).equals_one_device.verdict == "equal"
+    batch = mirror.PerReplica([[1.0, 2.0]])
+    for own in (lambda x: 2 * x, lambda x: x.sum()):
+        assert strategy.inspect(own, (batch,)).equals_one_device.verdict == "equal"
 
 
 def test_metrics_that_are_sums_are_equal(two):

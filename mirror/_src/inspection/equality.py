@@ -229,7 +229,7 @@ def inputs_of(
 def _row(output: Output, n: int) -> EqualityRow:
     relation, value = output.relation, describe(output.aval)
     is_equal = relation.is_equal
-    if output.is_own:
+    if output.is_own and n > 1:
         shape = output.aval.shape
         if not shape or output.whole.shape != (n * shape[0], *shape[1:]):
             why = "one device has no counterpart"
