@@ -49,6 +49,10 @@ def clipped(grads):
     return grads * jnp.minimum(1, 1 / jnp.linalg.norm(grads))
 
 
+def distances(x):
+    return ((x[:, None] - x[None]) ** 2).mean((1, 2))
+
+
 def synced_norm(w, x, y):
     h = x @ w
     center = pmean(h.mean(0))
@@ -198,6 +202,26 @@ OTHERS = {
     "similarities": (lambda w, x, y: pmean(jax.nn.log_softmax(x @ x.T).mean()), Why.ROWS),
     "running sum": (lambda w, x, y: psum(jnp.cumsum(x, 0).sum()), Why.UNKNOWN),
     "a share of the rows": (lambda w, x, y: psum(x[: len(x) // 2].sum()), Why.UNKNOWN),
+    "distances": (
+        lambda w, x, y: psum(gradient(lambda w, x, y: distances(x @ w).mean())(w, x, y)),
+        Why.ROWS,
+    ),
+    "hidden pairs": (
+        lambda w, x, y: psum(
+            gradient(
+                lambda w, x, y: jnp.where(y[:, None] == y, distances(x @ w)[:, None], -1e9).max()
+            )(w, x, y)
+        ),
+        Why.ROWS,
+    ),
+    "ones for pairs": (
+        lambda w, x, y: jnp.broadcast_to(1.0, (len(x), len(x))).mean(),
+        Why.CONSTANT,
+    ),
+    "products of pairs": (
+        lambda w, x, y: pmean(jnp.tanh(x[:, None] * x[None]).mean()),
+        Why.ROWS,
+    ),
     "pairs on the diagonal": (lambda w, x, y: psum(jnp.diag(x @ x.T).sum()), Why.UNKNOWN),
     "clipped sum of means": (
         lambda w, x, y: clipped(psum(gradient(mean)(w, x, y))),

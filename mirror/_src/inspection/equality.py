@@ -292,7 +292,12 @@ _SCALED = {
     "mul": _DIVIDED,
     "div": _DIVIDED,
 }
+_UNKNOWN_OPERATION = (
+    "The {place} is not understood. strategy.verify compares the numbers of replicas and one "
+    "device."
+)
 _WORDS = {
+    Why.CONSTANT: _UNKNOWN_OPERATION,
     Why.SAMPLES: (
         "The random numbers of the {place} depend on the number of replicas. Use "
         "mirror.example_keys(key, batch)."
@@ -312,10 +317,7 @@ _WORDS = {
         "The {place} reduces the largest or smallest values of the replicas. Use "
         'mirror.all_reduce("max", x) or "min".'
     ),
-    Why.UNKNOWN: (
-        "The {place} is not understood. strategy.verify compares the numbers of replicas and one "
-        "device."
-    ),
+    Why.UNKNOWN: _UNKNOWN_OPERATION,
 }
 
 

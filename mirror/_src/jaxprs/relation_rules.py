@@ -417,6 +417,9 @@ def _failed(pair: Pair, operands: list[Relation]) -> Relation:
     kinds = {x.kind for x in operands}
     if pair.name not in ELEMENTWISE or kinds & {Kind.MOST, Kind.LEAST}:
         return pair.other(Why.UNKNOWN)
+    if len({x.axis for x in operands if x.kind is Kind.ROWS}) > 1:
+        # The difference of a row and itself is 0, so that pairs of other rows must count.
+        return pair.other(Why.ROWS if pair.name == "sub" else Why.PAIRS)
     if Kind.PART in kinds:
         # The digits of an integer are functions of a part, but may be added up again.
         is_float = jnp.issubdtype(dtype_of(pair.eqn.invars[0]), jnp.inexact)

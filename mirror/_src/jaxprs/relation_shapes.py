@@ -122,6 +122,8 @@ def _broadcast(pair: Pair, xs: list[Relation]) -> Relation | None:
     axes = pair.scaled_axes()
     if not axes:
         return x
+    if len(axes) > 1 and x.is_equal:
+        return pair.other(Why.CONSTANT)
     if len(axes) > 1 or x.kind not in (Kind.SAME, Kind.PART):
         return None
     kind = Kind.ROWS if x.kind is Kind.SAME else Kind.SPREAD

@@ -49,6 +49,7 @@ EXTREMES = {"max": Kind.MOST, "min": Kind.LEAST}
 class Why(enum.IntEnum):
     """Reasons for a value that does not relate; of several, the largest counts."""
 
+    CONSTANT = 0  # a number for each pair of rows, which may not change the value
     SAMPLES = 1  # random numbers that depend on the number of replicas
     SCALE = 2  # values of different scales meet
     PART = 3  # a function of this replica's part of the batch that is not linear
@@ -111,7 +112,7 @@ class Relation(NamedTuple):
     def is_different(self) -> bool:
         """Whether the replicas have another value than one device, unless terms cancel."""
         if self.kind is Kind.OTHER:
-            return self.cause is None or self.cause.why is not Why.UNKNOWN
+            return self.cause is None or self.cause.why not in (Why.UNKNOWN, Why.CONSTANT)
         return self.kind is Kind.SAME and self.scale != 1
 
     def by(self, factor: Fraction, cause: Cause | None = None) -> "Relation":
