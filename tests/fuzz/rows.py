@@ -116,6 +116,24 @@ _PICKING: dict[str, tuple[Shape, Shape, Callable[[Any, Any], Any]]] = {
 }
 
 
+_TILED = ("tiled sum", "tiled mean")
+_MOVING: dict[str, tuple[Shape, Callable[[Any, Any], Any]]] = {
+    "tiled then cut": (BATCH, lambda x, n: jnp.tile(x, (2, 1))[: len(x)]),
+    "joined then cut": (COLUMN, lambda x, n: jnp.concatenate([x, 2 * x])[len(x) :]),
+    "joined then shifted": (COLUMN, lambda x, n: jnp.concatenate([x, x])[1 : len(x) + 1]),
+    "joined in part": (BATCH, lambda x, n: jnp.concatenate([x[:1], x])[: len(x)]),
+    "split": (BATCH, lambda x, n: jnp.split(jnp.concatenate([x, jnp.tanh(x)]), 2)[1]),
+    "extended then cut": (COLUMN, lambda x, n: jnp.pad(x, (0, 2))[: len(x)]),
+    "shifted": (COLUMN, lambda x, n: jnp.pad(x, (1, 0))[:-1]),
+    "rolled": (BATCH, lambda x, n: jnp.roll(x, n % 3, 0)),
+    "rolled by a number": (
+        COLUMN,
+        lambda x, n: jnp.roll(x, jnp.nan_to_num(x[0] * 0).astype(jnp.int32) + n % 3),
+    ),
+    "reversed": (BATCH, lambda x, n: jnp.asarray(x)[::-1]),
+}
+
+
 def _operations() -> dict[str, Op]:
     table: dict[str, Op] = {}
     for shape in _FLOATS:
@@ -153,6 +171,13 @@ def _operations() -> dict[str, Op]:
         table[f"{name} of all"] = Op((BATCH,), SCALAR, lambda x, _, __, f=reduce: f(x, axis=None))
     for name, (takes, gives, pick) in _PICKING.items():
         table[name] = Op((takes, COLUMN), gives, lambda x, y, _, __, f=pick: f(x, y))
+    for name, (shape, move) in _MOVING.items():
+        table[name] = Op((shape,), shape, lambda x, _, c, f=move: f(x, c))
+        table[f"mean of {name}"] = Op((shape,), shape[1:], lambda x, _, c, f=move: f(x, c).mean(0))
+        table[f"sum of {name}"] = Op((shape,), shape[1:], lambda x, _, c, f=move: f(x, c).sum(0))
+    for name in _TILED:
+        reduce = jnp.sum if name == "tiled sum" else jnp.mean
+        table[name] = Op((BATCH,), VECTOR, lambda x, _, __, f=reduce: f(jnp.tile(x, (2, 1)), 0))
     table.update(
         {
             "mask": Op((), COLUMN, lambda m, _: m.astype(jnp.float32)),
@@ -213,6 +238,8 @@ _FREQUENT = [
 ]
 FIRST_PICKING = 100_000
 """The first seed whose program may pick rows."""
+FIRST_MOVING = 10_000_000
+"""The first seed whose program may move rows."""
 _INPUTS: tuple[Shape, ...] = (BATCH, COLUMN, VECTOR, SCALAR)  # the last two without rows
 
 
@@ -220,8 +247,9 @@ def generate(seed: int) -> list[Instruction]:
     """Returns the program of a seed."""
     rng = random.Random(seed)
     shapes, program = [*_INPUTS], []
-    names = [*(name for name in OPS if name not in _PICKING), *_FREQUENT * 6]
-    names += [*_PICKING] * 7 * (seed >= FIRST_PICKING)
+    moving = [name for name in OPS if any(name.endswith(each) for each in (*_MOVING, *_TILED))]
+    names = [name for name in OPS if name not in (*_PICKING, *moving)] + _FREQUENT * 6
+    names += [*_PICKING] * 7 * (seed >= FIRST_PICKING) + moving * 3 * (seed >= FIRST_MOVING)
     last = rng.randint(4, 12)
     while len(program) < last:
         op = OPS[name := rng.choice(names)]

@@ -75,6 +75,28 @@ def with_keys(_, x):
     return x.sum(-1) + jax.vmap(jax.random.normal)(keys)
 
 
+def ring(x):
+    return jax.lax.ppermute(x, AXIS, [(i, (i + 1) % REPLICAS) for i in range(REPLICAS)])
+
+
+def ring_and_back(mask, x):
+    """Returns the gradient of products of rows of all replicas, of which none is padding."""
+
+    def loss(x):
+        others, total = jnp.where(mask[:, None], x, 0), 0.0
+        for _ in range(REPLICAS):
+            others = ring(others)
+            total += (x @ others.T).sum(-1)
+        return jnp.where(mask, total, 0).sum()
+
+    return jax.grad(loss)(x)
+
+
+def ring_with_mask(mask, x):
+    others, shown = ring((x, mask))
+    return jax.nn.logsumexp(jnp.where(shown, x @ others.T, -1e9), -1)
+
+
 def until_large(_, x):
     return jax.vmap(
         lambda r: jax.lax.while_loop(lambda v: (v < 9).any(), lambda v: v + 1, r).sum()
@@ -162,6 +184,9 @@ ONE_BY_ONE = {
     "flattened": (lambda _, x, w: (x.reshape(-1, 8) @ w).reshape(ROWS, 28).sum(1), LONG, WEIGHTS),
     "siamese": (siamese, X),
     "tiled": (lambda _, x: jnp.tile(x, 2).sum(-1), X),
+    "tiled rows": (lambda _, x: jnp.tile(x, (2, 1))[:ROWS].sum(-1), X),
+    "extended": (lambda _, x: jnp.pad(x, ((0, 2), (0, 0)))[:ROWS].sum(-1), X),
+    "siamese and split": (lambda _, x: jnp.split(jnp.concatenate([x, x]), 2)[1].sum(-1), X),
     "unstacked": (lambda _, x: sum(jnp.unstack(x, axis=1)), X),
     "keys of examples": (with_keys, X),
     "remat": (lambda _, x: jax.checkpoint(lambda x: jnp.sin(x).sum(-1))(x), X),
@@ -214,6 +239,8 @@ EXCLUDED = {  # padding does not enter
         ),
         X,
     ),
+    "rows of all replicas in turn": (ring_and_back, X),
+    "rows of another replica and their mask": (ring_with_mask, X),
     "halves rounded to even": (
         lambda m, x: x.sum(-1) - jnp.round(jax.nn.sigmoid(m[:, None] * x)).sum(),
         X,
@@ -264,6 +291,27 @@ ACROSS = {
         lambda m, x: (m[:, None] * x)[jnp.arange(ROWS)[::-1]].sum(-1),
         X,
     ),
+    **{
+        f"{name} of masked rows of another replica": (
+            lambda m, x, reduce=reduce: x.sum(-1) - reduce(x, ring(m[:, None] * x)),
+            X,
+        )
+        for name, reduce in {
+            "exponentials": lambda x, y: jnp.exp(x @ y.T).sum(1),
+            "maximum": lambda x, y: y.max(),
+            "mean": lambda x, y: y.mean(),
+            "difference": lambda x, y: y.sum(-1),
+        }.items()
+    },
+    "own mask of rows of another replica": (lambda m, x: jnp.where(m, ring(x)[:, 0], 0), X),
+    "tiled rows": (lambda _, x: x.sum(-1) - jnp.tile(x, (2, 1)).mean(), X),
+    "roll by a number": (
+        lambda _, x, w: x[:, 0] * jnp.roll(x[:, 1], w[0, 0].astype(int)),
+        X,
+        WEIGHTS,
+    ),
+    "shifted": (lambda _, x: x.sum(-1) - jnp.pad(x, ((1, 0), (0, 0)))[:-1, 0], X),
+    "joined and shifted": (lambda _, x: jnp.concatenate([x, x])[1 : ROWS + 1].sum(-1), X),
     "squeezed": (lambda _, x: x.sum(-1) - summed(x[0]).sum(), one(X)),
     **{
         f"bits of rows, {fill}": (

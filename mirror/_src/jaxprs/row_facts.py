@@ -252,18 +252,28 @@ class RowAxis(NamedTuple):
         axis: The axis, or a negative number inside a loop over it.
         size: Number of rows; fewer if a reshape has split the axis of the rows.
         inner: Number of consecutive entries per row.
-        origin: Empty if entry i is row i of the batch; "joined" if rows were concatenated with
-            others, "gathered" if they come from all replicas.
+        origin: Empty if entry i is row i of the batch; "joined" if rows start at multiples of
+            `size`, "extended" if they start elsewhere, "gathered" if they come from all replicas,
+            pairs (from, to) if they come from another replica.
     """
 
     axis: int
     size: int
     inner: int = 1
-    origin: str = ""
+    origin: str | tuple[tuple[int, int], ...] = ""
 
     def at(self, axis: int) -> "RowAxis":
         """Returns the same rows along another axis."""
         return self._replace(axis=axis)
+
+    def permuted(self, pairs: Sequence[tuple[int, int]]) -> "RowAxis":
+        """Returns the rows after replicas sent them to others, perhaps back to their own."""
+        if isinstance(self.origin, str) and self.origin:
+            return self
+        before = dict(self.origin) if self.origin else {a: a for a, _ in pairs}
+        sources = {to: a for a, to in before.items()}
+        found = tuple(sorted((sources[a], to) for a, to in pairs if a in sources))
+        return self._replace(origin="" if all(a == b for a, b in found) else found)
 
 
 ALONE = -500

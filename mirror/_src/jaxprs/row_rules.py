@@ -183,10 +183,10 @@ def _moved(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
     return moved(eqn, operands[0])
 
 
-def _tile(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+def _tile(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
     repeated = {axis for axis, count in enumerate(eqn.params["reps"]) if count != 1}
-    is_known = not any(row.axis in repeated for row in operands[0].axes)
-    return operands[0] if is_known else unknown(operands, line)
+    sizes = [_shape(eqn.invars[0])[axis] for axis in repeated]
+    return _extended(operands[0], repeated, operands, [(operands[0], n, 0) for n in sizes])
 
 
 def _unstack(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
@@ -243,25 +243,40 @@ def _slice(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
         result = join([result, other._replace(axes=NO_AXES)])
     shape = _shape(eqn.invars[0])
     cut = {axis for axis, size in enumerate(shape) if sizes[axis] != size}
-    return _picked(
-        result._replace(constant=operands[0].constant, positions=NO_POSITIONS), cut, line
-    )
+    result = result._replace(constant=operands[0].constant, positions=NO_POSITIONS)
+    starts = eqn.params.get("start_indices")
+    if starts is None or set(eqn.params["strides"] or ()) - {1}:
+        return _picked(result, cut, line)
+    return _picked(result, cut, line, {axis: (starts[axis], sizes[axis]) for axis in cut})
 
 
-def _picked(value: Rows, cut: set[int], line: Place) -> Rows:
+def _picked(
+    value: Rows, cut: set[int], line: Place, bounds: dict[int, tuple[int, ...]] | None = None
+) -> Rows:
     """Returns the value after some of the entries along axes were picked.
 
     They are counted from the end as well, where the padding is, so that no number is neutral.
+
+    Args:
+        value: The value.
+        cut: The axes.
+        line: The line.
+        bounds: Where the entries start, and their number, by axis; `None` if it is not known.
     """
-    joined = {x.axis for x in value.axes if x.axis in cut and x.origin == "joined"}
+    whole = {  # a slice of joined rows that has all rows
+        x.axis
+        for x in value.axes
+        if x.axis in cut and x.origin == "joined" and bounds is not None
+        if all(number % x.size == 0 for number in bounds[x.axis])
+    }
     value = value.cut() if cut else value
-    result = value.without(cut - joined, line)._replace(axes=value.axes)
-    return result._replace(unknown=result.unknown | {line}) if joined else result
+    return value.without(cut - whole, line)._replace(axes=value.axes)
 
 
 def _split(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
-    cut = {eqn.params["axis"]} if len(eqn.outvars) > 1 else set()
-    return _picked(operands[0], cut, line)
+    axis = eqn.params["axis"]
+    cut = {axis} if len(eqn.outvars) > 1 else set()
+    return _picked(operands[0], cut, line, {axis: tuple(eqn.params["sizes"])})
 
 
 def _concatenate(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
@@ -270,11 +285,23 @@ def _concatenate(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
     are_columns = dimension == ndim - 1 and all(_shape(x)[-1] == 1 for x in eqn.invars)
     joined = join(operands)._replace(positions=_columns(operands) if are_columns else NO_POSITIONS)
     axes = {dimension} if len(operands) > 1 else set()
-    return _extended(joined, axes, operands)
+    sizes = [_shape(x)[dimension] for x in eqn.invars]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    parts = zip(operands, sizes, starts, strict=True)
+    return _extended(joined, axes, operands, [each for each in parts if each[0].axes])
 
 
-def _extended(value: Rows, axes: set[int], operands: list[Rows]) -> Rows:
-    """Returns the value after other entries, which are not padding, were put beside its rows."""
+def _extended(
+    value: Rows, axes: set[int], operands: list[Rows], parts: Sequence[tuple[Rows, int, int]]
+) -> Rows:
+    """Returns the value after other entries, which are not padding, were put beside its rows.
+
+    Args:
+        value: The result.
+        axes: Axes along which it is longer than the operands.
+        operands: The operands.
+        parts: Operands with rows, each with its length and with its start in the result.
+    """
 
     def own(axis: RowAxis) -> Value:
         if axis.axis not in axes:
@@ -284,7 +311,12 @@ def _extended(value: Rows, axes: set[int], operands: list[Rows]) -> Rows:
     value = _partly(value.filled(own), operands)
 
     def move(row: RowAxis) -> tuple[RowAxis]:
-        return (row._replace(origin="joined") if row.axis in axes and not row.origin else row,)
+        if row.axis not in axes or row.origin not in ("", "joined"):
+            return (row,)
+        is_joined = row.inner == 1 and all(
+            size % row.size == start % row.size == 0 for x, size, start in parts if row in x.axes
+        )
+        return (row._replace(origin="joined" if is_joined else "extended"),)
 
     return value.moved(move)
 
@@ -302,7 +334,14 @@ def _partly(value: Rows, parts: list[Rows]) -> Rows:
 
 def _pad(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
     config = eqn.params["padding_config"]
-    return _extended(join(operands), {i for i, pads in enumerate(config) if any(pads)}, operands)
+    axes = {i for i, pads in enumerate(config) if any(pads)}
+    rows = {row.axis for row in operands[0].axes} & axes
+    starts = [config[i][0] if config[i][1] >= 0 and not config[i][2] else 1 for i in rows]
+    parts = [
+        (operands[0], _shape(eqn.invars[0])[i], start)
+        for i, start in zip(rows, starts, strict=True)
+    ]
+    return _extended(join(operands), axes, operands, parts)
 
 
 def _update(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
@@ -409,12 +448,8 @@ def _gather(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
             places[x] = x.at(batch[along[0]] if along[0] >= 0 else along[0])
     result = array
     lost = {x for x in array.axes if x.axis in picked and x not in places}
-    joined = {x for x in lost if x.origin == "joined"}
-    if lost - joined:
-        result = result.without({x.axis for x in lost - joined}, line)
-    if joined:
-        result = result.moved(lambda row: () if row in joined else (row,))
-        result = result._replace(unknown=result.unknown | {line})
+    if lost:
+        result = result.without({x.axis for x in lost}, line)
     result = result.moved(
         lambda row: (places[row] if row in places else row.at(place.get(row.axis, row.axis)),)
     )

@@ -53,7 +53,17 @@ def find_rows(
         num_replicas: Number of replicas.
     """
     found = _Pass(num_replicas).call(program, inputs)
-    return [rows._replace(padded=rows.padded | rows.diluted) for rows in found]
+    return [
+        rows._replace(
+            padded=rows.padded | rows.diluted | (rows.mixed if _is_sent(rows) else NO_LINES)
+        )
+        for rows in found
+    ]
+
+
+def _is_sent(rows: Rows) -> bool:
+    """Whether entry i depends on row i of another replica, which may be padding."""
+    return any(isinstance(x.origin, tuple) and not known(rows.value(x)) for x in rows.axes)
 
 
 class _Pass(Interpreter[Rows]):
@@ -134,6 +144,10 @@ class _Pass(Interpreter[Rows]):
         result = operand._replace(padded=padded, means=NO_LINES, is_mask=is_mask, num_summed=count)
         if name == "all_gather":
             return gathered(eqn, result)
+        if name == "ppermute":
+            pairs = eqn.params["perm"]
+            result = result._replace(num_summed=operand.num_summed, mixed=result.mixed | {line})
+            return result.moved(lambda row: (row.permuted(pairs),))
         return result.without([row.axis for row in operand.axes], line, excludes)
 
     def scan(self, eqn: JaxprEqn, operands: list[Rows]) -> list[Rows]:
