@@ -184,6 +184,7 @@ ONE_BY_ONE = {
     "flattened": (lambda _, x, w: (x.reshape(-1, 8) @ w).reshape(ROWS, 28).sum(1), LONG, WEIGHTS),
     "siamese": (siamese, X),
     "tiled": (lambda _, x: jnp.tile(x, 2).sum(-1), X),
+    "transformed": (lambda _, x: jnp.abs(jnp.fft.rfft(x)).sum(-1), X),
     "tiled rows": (lambda _, x: jnp.tile(x, (2, 1))[:ROWS].sum(-1), X),
     "extended": (lambda _, x: jnp.pad(x, ((0, 2), (0, 0)))[:ROWS].sum(-1), X),
     "siamese and split": (lambda _, x: jnp.split(jnp.concatenate([x, x]), 2)[1].sum(-1), X),
@@ -236,6 +237,17 @@ EXCLUDED = {  # padding does not enter
             - jnp.linalg.svd(m[:, None] * x, compute_uv=False).sum()
             - jnp.linalg.svd(m[:, None] * x, full_matrices=False)[1].sum()
             - jnp.linalg.eigh((y := m[:, None] * x) @ y.T)[0].sum()
+        ),
+        X,
+    ),
+    "added to rows at labels": (
+        lambda m, x, y: x.at[y].add(m[:, None] * x).sum(-1),
+        X,
+        LABELS,
+    ),
+    "until the largest example is large": (
+        lambda m, x: jax.lax.while_loop(
+            lambda v: jnp.where(m, v, -jnp.inf).max() < 9, lambda v: v + 1, x[:, 0]
         ),
         X,
     ),
@@ -304,6 +316,13 @@ ACROSS = {
         }.items()
     },
     "own mask of rows of another replica": (lambda m, x: jnp.where(m, ring(x)[:, 0], 0), X),
+    "transformed": (lambda _, x: jnp.abs(jnp.fft.fft(x[:, 0])), X),
+    "transformed with zeros": (lambda m, x: jnp.abs(jnp.fft.fft(m * x[:, 0])), X),
+    "until the largest is large": (
+        lambda _, x: jax.lax.while_loop(lambda v: v.max() < 9, lambda v: v + 1, x[:, 0]),
+        X,
+    ),
+    "added to rows at labels": (lambda _, x, y: x.at[y].add(x).sum(-1), X, LABELS),
     "tiled rows": (lambda _, x: x.sum(-1) - jnp.tile(x, (2, 1)).mean(), X),
     "roll by a number": (
         lambda _, x, w: x[:, 0] * jnp.roll(x[:, 1], w[0, 0].astype(int)),

@@ -152,6 +152,10 @@ def _along_last(count: int) -> Rule:
     return rule
 
 
+def _fft(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    return _along_last(len(eqn.params["fft_lengths"]))(eqn, operands, line)
+
+
 def _sort(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     """The rule of `sort`: the rows of the first operands determine the order."""
     keys, axes = join(operands[: eqn.params["num_keys"]]), [eqn.params["dimension"]]
@@ -498,7 +502,7 @@ def _scatter(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     rows_at = {*rest, *(scattered[row.axis] for row in own)}
     if hit and any(rows_at <= {scattered[axis]} for axis in common):
         return result  # x.at[jnp.arange(n), labels].set(v)
-    if array.axes:
+    if len(hit) < len(array.axes):
         return result._replace(unknown=result.unknown | {line})
     excludes = neutral(name, dtype_of(eqn.invars[2]))
     mixed = updates.without(rest, line, excludes)
@@ -545,6 +549,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE | {"threefry2x32", "random_fold_in"}, _elementwise),
     **dict.fromkeys(REDUCTION, _reduction),
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
+    "fft": _fft,
     "sort": _sort,
     "rev": _along("dimensions"),
     "top_k": _along_last(1),

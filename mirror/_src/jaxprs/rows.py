@@ -200,6 +200,11 @@ class _Pass(Interpreter[Rows]):
         (test,) = self.call(loop.test, [*test_consts, *carry])
         # A loop under `jax.vmap` runs until all rows are done, and keeps the rows that are.
         lines = frozenset({line}) if test.mixed or test.axes else NO_LINES
+        last = loop.test.jaxpr.eqns[-1:]
+        if not (last and last[0].primitive.name == "reduce_or"):
+            carry = [
+                x._replace(mixed=x.mixed | test.mixed, padded=x.padded | test.padded) for x in carry
+            ]
         return [x._replace(unknown=x.unknown | test.unknown | lines) for x in carry]
 
 
