@@ -1,5 +1,6 @@
 """The gradient and the metrics of one device on the whole batch, for losses of every kind."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import optax
 from flax import nnx
 
 import mirror
-from tests.support.messages import raises
+from tests.support.messages import assert_message, raises
 from tests.support.strategies import EXECUTORS, ONE, cpu_strategy
 from tests.support.tables import rows
 from tests.support.training import fit
@@ -70,6 +71,72 @@ def test_quotients_have_the_gradient_of_one_device(subtests):
                 history = fit(trainer, [TOKENS])
                 np.testing.assert_allclose(history["loss"], [quotient(kernel)], rtol=1e-5)
                 np.testing.assert_allclose(trainer.model.kernel[...], wanted, rtol=2e-5)
+
+
+def losses(model, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(
+        model(batch["x"])[:, 0], batch["y"][:, 0]
+    )
+
+
+def contrastive(model, batch):
+    features = model(batch["x"]).mean(1)
+    return -jnp.diag(jax.nn.log_softmax(features @ features.T))
+
+
+def of_hardest(model, batch):
+    found = losses(model, batch)
+    return jnp.full(found.shape, jax.lax.top_k(found, 2)[0].mean())
+
+
+def of_all(model, batch):
+    """The same with the examples of all replicas: any function of them."""
+    found = mirror.all_gather(losses(model, batch))
+    return jnp.full(batch["y"].shape[:1], jnp.sort(found)[-2:].mean())
+
+
+OF_OTHER_ROWS = {
+    "contrastive": contrastive,
+    "hardest": of_hardest,
+    "ranks": lambda m, b: losses(m, b) * jnp.argsort(jnp.argsort(losses(m, b))),
+    "next row": lambda m, b: losses(m, b) * jnp.roll(losses(m, b), 1),
+    "weights": lambda m, b: mirror.Weighted(
+        losses(m, b), 1 / jnp.bincount(b["y"][:, 0], length=4)[b["y"][:, 0]]
+    ),
+}
+OF_OWN_ROW = {
+    "own": losses,
+    "gathered": of_all,
+    "sorted": lambda m, b: jnp.sort(losses(m, b)),
+    "there and back": lambda m, b: losses(m, b)[::-1][::-1],
+    "shifted logits": lambda m, b: jax.nn.log_softmax(m(b["x"]) - m(b["x"]).max())[:, 0, 0],
+    "random": lambda m, b: losses(m, b) * jax.random.permutation(jax.random.key(0), 4),
+}
+
+
+def first_warnings(loss_fn, **options):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy = cpu_strategy(2)
+        fit(
+            mirror.Trainer(linear(), optax.sgd(0.5), loss_fn, strategy=strategy, **options),
+            [TOKENS],
+        )
+    return [str(each.message) for each in caught]
+
+
+@rows("name", list(OF_OTHER_ROWS))
+def test_losses_that_look_across_the_rows_of_a_replica_are_a_warning(name):
+    for options in ({}, {"steps_per_execution": 2}):
+        (message,) = first_warnings(OF_OTHER_ROWS[name], **options)
+        fix = ["mirror.all_gather(x)", "require_equal=False"]
+        assert_message(message, names="test_whole_batch.py", fix=fix)
+    assert first_warnings(OF_OTHER_ROWS[name], require_equal=False) == []
+
+
+@rows("name", list(OF_OWN_ROW))
+def test_losses_that_add_up_to_the_same_are_no_warning(name):
+    assert first_warnings(OF_OWN_ROW[name]) == []
 
 
 class Steps(mirror.callbacks.Callback):

@@ -29,6 +29,8 @@ from mirror._src.jaxprs.relations import SAME, ZERO, Cause, Kind, Relation, Why,
 
 _UNKNOWN = "unknown"
 DIFFERENT = "different"
+UNSURE = "unsure"
+"""In place of a warning, if it is not known whether a new state differs."""
 
 
 @dataclass(frozen=True)
@@ -382,12 +384,14 @@ def warn_if_different(
     try:
         guessed = _guessed(call, analysis, n) if state else []
         if not any(guessed[k].is_different for k in state):
+            warned |= {UNSURE} if not all(guessed[k].is_equal for k in state) else set()
             return
         outputs = outputs_of(call, analysis, single(), n, has_own_samples=True)
     except Exception:  # a step that one device cannot trace, and any other, runs
         return
     wrong = [k for k in state if outputs[k].relation.is_different]
     if not wrong:
+        warned.add(UNSURE)
         return
     warned.add(DIFFERENT)
     is_ours = is_our_module(getattr(call.fn, "__module__", None))

@@ -17,6 +17,8 @@ from mirror._src.base.tracebacks import on_behalf_of, users_function, users_func
 from mirror._src.base.types import PyTree
 from mirror._src.data.padded import PaddedBatch
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
+from mirror._src.inspection.measurement import copy_of
+from mirror._src.jaxprs.collective_eqns import is_collective
 from mirror._src.jaxprs.equations import equations
 from mirror._src.jaxprs.primitives import SAMPLER
 from mirror._src.jaxprs.row_facts import NO_ROWS, Place, Rows, row
@@ -28,6 +30,8 @@ Step = Callable[..., Any]
 
 _OF_MASK = frozenset({Place("the mask")})
 _MASK = "mask = mirror.example_mask(batch)"
+_MOST_ROWS = 16  # of which the losses are compared with the losses of both halves
+_RTOL = 1e-3
 _NEGATED = ("train", "training", "is_training")
 _MODES = (*_NEGATED, "deterministic", "use_running_average", "inference")
 
@@ -167,6 +171,63 @@ class RowCheck:
         if size % (_shape(padded)[0] * num_pieces):
             last = padded._replace(num_batches=1, num_examples=size, first=0, sizes=(size,))
             self.without_padding(step, model, last, num_pieces, changes_state=True)
+
+    def warn_of_own_rows(self, step: Step, model: Any, padded: PaddedBatch) -> None:
+        """Warns of a loss for which the other rows of a replica's batch count.
+
+        One device has other rows there. The numbers of some rows, and of both halves of them,
+        decide: a mean over the rows, for example, adds up to the same.
+
+        Args:
+            step: Step that computes the losses of the examples, in evaluation mode.
+            model: First argument of the step.
+            padded: A batch, or a group of them.
+        """
+        if self._strategy.num_replicas_in_sync == 1:
+            return
+        try:
+            mixing = self._mixing(step, model, padded, only_rows=True)
+            places = [place for place in mixing.mixed if not place.is_statistics]
+            eqns = equations(self._program(step, model, padded)[0].jaxpr)
+            is_random = any(eqn.primitive.name in SAMPLER or is_collective(eqn) for eqn in eqns)
+            differing = [] if is_random or not places else self._in_halves(step, model, padded)
+        except Exception:  # of a loss that requires more rows, or other ones
+            return
+        for size, whole, halves in differing[:1]:
+            self._warn(
+                "own rows",
+                f"{_name(step)} looks across the examples of each replica at {_lines(places)}, so "
+                "that the results depend on the number of replicas: the losses of "
+                f"{size} examples add up to {whole:.4g}, and of two batches with half of them to "
+                f"{halves:.4g}. Look across all: mirror.all_gather(x). If each replica is meant to "
+                "use its own examples, pass mirror.Trainer(..., require_equal=False).",
+            )
+
+    def _in_halves(
+        self, step: Step, model: Any, padded: PaddedBatch
+    ) -> list[tuple[int, float, float]]:
+        """Returns sums that differ: a number of rows, the sum over them, and over both halves."""
+        is_group = len(_shape(padded)) == 3
+
+        def joined(*leaves: Any) -> np.ndarray:
+            return np.concatenate([(x[0] if is_group else x)[:_MOST_ROWS] for x in leaves])
+
+        parts = self._strategy.local_results((padded.batch, padded.mask))
+        own, mask = jax.tree.map(joined, *parts)
+        (is_example,) = np.nonzero(mask)
+        half = min(len(is_example), _MOST_ROWS) // 2
+
+        def results(start: int, stop: int) -> list[np.ndarray]:
+            rows = is_example[start:stop]
+            batch = jax.tree.map(lambda leaf: PerReplica([leaf[rows]]), (own, mask))
+            found = self._strategy._single_runner().run(step, (*copy_of([model]), *batch), {})
+            values = (x.values[0] if is_per_replica(x) else x for x in found)
+            return [np.asarray(x, np.float64) for x in values]
+
+        halves = [results(0, 2 * half), results(0, half), results(half, 2 * half)] if half else []
+        of_rows = (each for each in zip(*halves, strict=True) if each[0].shape[:1] == (2 * half,))
+        sums = ((float(x.sum()), float(a.sum() + b.sum())) for x, a, b in of_rows)
+        return [(2 * half, x, y) for x, y in sums if abs(x - y) > _RTOL * abs(x)]
 
     def warn_of_training_mode(self, step: Step, model: nnx.Module, padded: PaddedBatch) -> None:
         """Warns if an evaluation is in training mode, because the model's call has it as argument.

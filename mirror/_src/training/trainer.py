@@ -297,6 +297,7 @@ class Trainer(Generic[M]):
         )
         self._num_parameters = num_parameters(model)  # for `repr`, which must not fail
         self._position, self._resumes = Position(), False
+        self._has_looked = require_equal is not None  # at a loss that may differ from one device
         self._loop: FitLoop | None = None
         self._users: list[tuple[int, str]] = []  # threads in `_using`, and the methods
         self._precision.set_on(model)  # after everything that rejects an argument
@@ -892,7 +893,12 @@ class Trainer(Generic[M]):
         rows.require_separate_pieces(step, model, batch)
         batches = rows.without_padding(step, model, batch, multiple, changes_state=True)
         # A list: `map` would end at a StopIteration that the loss raises.
-        return functools.reduce(add_on_host, [self._runner.run(each) for each in batches])
+        sums = functools.reduce(add_on_host, [self._runner.run(each) for each in batches])
+        if not self._has_looked:
+            self._has_looked = True
+            if isinstance(self._runner, LocalSteps) and self._runner.is_unsure(batches[0]):
+                rows.warn_of_own_rows(self._evaluated_examples, model, batches[0])
+        return sums
 
     def _whole_pass(self, data: Iterable[PyTree], **options: Any) -> Iterator[PaddedBatch]:
         """Yields the batches of one pass, whose labels are checked."""
