@@ -131,6 +131,7 @@ MODELS = {
     "torch": (of_library("torch.nn.modules.linear", "Linear"), "torch.nn.Linear(n, 10) is nnx.Linear"),
     "Equinox": (of_library("equinox.nn", "MLP"), "strategy.run(step, (params, opt_state, batch))"),
     "function": (lambda x: x, "nnx.Module"),
+    "swapped": (optax.sgd(0.1), "mirror.Trainer(model, optax.adam(1e-3), loss_fn)"),
 }  # fmt: skip
 
 

@@ -104,11 +104,10 @@ def advice_for_model(model: Any) -> str:
         return f"This is a class. Create an object: {model.__name__}(..., rngs=nnx.Rngs(0))."
     if isinstance(model, linen.Module):
         return "Wrap the Linen module: nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0)).lazy_init(x)."
+    if isinstance(model, optax.GradientTransformation):
+        return "The model comes first: mirror.Trainer(model, optax.adam(1e-3), loss_fn)."
     if "equinox" in libraries or "haiku" in libraries:
-        return (
-            "A Trainer trains nnx modules. For other models, write the step: strategy.run(step, "
-            "(params, opt_state, batch))."
-        )
+        return "For other models, write the step: strategy.run(step, (params, opt_state, batch))."
     return "To train a Linen module, wrap it: nnx.bridge.ToNNX(module, rngs=nnx.Rngs(0))."
 
 
