@@ -58,7 +58,7 @@ class Topic:
     """
 
     def __init__(self, key: str, gone: Gone = lambda _: "") -> None:
-        self._key, self._gone = key, gone
+        self._key, self._gone = key, lambda missing: gone(missing) or _ended(missing)
         self.number = self._oldest = 0
 
     def decide(self, mine: str, judge: Callable[[Sequence[str]], str], deadline: float) -> str:
@@ -135,7 +135,7 @@ class Topic:
         def missing() -> list[int]:
             return [i for i in range(count) if i not in texts]
 
-        reason = _wait(read, deadline, lambda: self._gone(missing()) or _ended(missing()))
+        reason = _wait(read, deadline, lambda: self._gone(missing()))
         if missing():
             raise AbsentError(missing(), reason)
         return [texts[i] for i in range(count)]
@@ -158,7 +158,7 @@ class Topic:
             texts.extend([] if text is None else [text])
             return bool(texts)
 
-        reason = _wait(read, deadline, lambda: self._gone([0]) or _ended([0]))
+        reason = _wait(read, deadline, lambda: self._gone([0]))
         if reason and not texts:
             raise AbsentError([0], reason)
         return texts[0] if texts else None
