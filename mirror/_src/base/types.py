@@ -42,6 +42,21 @@ def is_long(dtype: Any) -> bool:
     return is_one and dtype not in (np.float64, np.complex128)
 
 
+def is_half(dtype: Any) -> bool:
+    """Whether a dtype is bfloat16, float16 or a smaller float."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+
+
+def accumulator(dtype: Any) -> Any:
+    """Returns the dtype to sum in: float32 for half precision, which overflows and loses digits."""
+    return jnp.float32 if is_half(dtype) else dtype
+
+
+def widened(array: Any) -> Any:
+    """Returns an array in the dtype to sum in."""
+    return array.astype(accumulator(array.dtype))
+
+
 def is_float0(leaf: Any) -> bool:
     """Whether the leaf has the dtype float0, which JAX uses for gradients of integers."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0

@@ -10,7 +10,7 @@ import numpy as np
 
 from mirror._src.base.errors import expected
 from mirror._src.base.public_names import set_module
-from mirror._src.base.types import Array
+from mirror._src.base.types import Array, accumulator
 from mirror._src.devices.backend import logical_name, type_of
 from mirror._src.devices.launch import is_needed, launch
 from mirror._src.devices.launches import Described, Site
@@ -20,7 +20,7 @@ from mirror._src.devices.resolve import DeviceLike, canonicalize_device
 from mirror._src.devices.transfer import NoMesh, move
 from mirror._src.engine.cross_device_ops import CrossDeviceOps, devices_of, require_pack_bytes
 from mirror._src.engine.per_replica import PerReplica
-from mirror._src.engine.reduce_op import ReduceOp, accumulator, prepare
+from mirror._src.engine.reduce_op import ReduceOp, prepare
 
 
 @set_module("mirror")

@@ -12,7 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 from mirror._src.base.errors import describe, require_int
 from mirror._src.base.public_names import set_module
 from mirror._src.base.tracebacks import api_boundary
-from mirror._src.base.types import ARRAY_LIKE, Array, ArrayLike, PyTree, is_numeric
+from mirror._src.base.types import ARRAY_LIKE, Array, ArrayLike, PyTree, accumulator, is_numeric
 from mirror._src.devices.backend import names
 from mirror._src.devices.launches import StalledError
 from mirror._src.devices.names import LogicalDevice
@@ -41,7 +41,6 @@ from mirror._src.engine.per_replica import (
 from mirror._src.engine.reduce_op import (
     ReduceOp,
     Reduction,
-    accumulator,
     fold,
     prepare,
     require_op,

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mirror._src.base.types import REPLICA_AXIS, Array
-from mirror._src.engine.reduce_op import ReduceOp, accumulator
+from mirror._src.base.types import REPLICA_AXIS, Array, accumulator
+from mirror._src.engine.reduce_op import ReduceOp
 
 
 class _Stack(threading.local):

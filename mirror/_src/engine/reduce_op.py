@@ -11,7 +11,7 @@ import numpy as np
 
 from mirror._src.base.errors import describe, expected, nearest_name
 from mirror._src.base.public_names import set_module
-from mirror._src.base.types import Array
+from mirror._src.base.types import Array, accumulator
 
 
 @set_module("mirror")
@@ -122,12 +122,6 @@ def result_dtype(op: ReduceOp, dtype: Any) -> Any:
 def is_unsigned(dtype: Any) -> bool:
     """Whether a dtype is an integer without a sign."""
     return jnp.issubdtype(dtype, jnp.unsignedinteger)
-
-
-def accumulator(dtype: Any) -> Any:
-    """Returns the dtype to sum in: float32 for half precision, which overflows and loses digits."""
-    half = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
-    return jnp.float32 if half else dtype
 
 
 _UFUNCS: dict[ReduceOp, Any] = {

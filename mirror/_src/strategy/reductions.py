@@ -13,7 +13,7 @@ from flax import nnx
 from mirror._src.base.errors import describe, expected
 from mirror._src.base.naming import keys, name_of
 from mirror._src.base.tracebacks import line_of
-from mirror._src.base.types import ARRAY_LIKE, Array, PyTree
+from mirror._src.base.types import ARRAY_LIKE, Array, PyTree, accumulator
 from mirror._src.devices.launch import is_needed, launch, wait_for
 from mirror._src.devices.launches import Described
 from mirror._src.devices.replicas import Kind, ReplicaDevices
@@ -21,7 +21,7 @@ from mirror._src.devices.transfer import ENABLE_64_BITS, any_deleted, require_fi
 from mirror._src.engine.in_step import bind_all_reduce
 from mirror._src.engine.nnx.structure import OBJECTS
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
-from mirror._src.engine.reduce_op import ReduceOp, accumulator, prepare
+from mirror._src.engine.reduce_op import ReduceOp, prepare
 from mirror._src.engine.replica_context import current_frame
 
 

@@ -10,8 +10,7 @@ import optax
 
 from mirror._src.base.errors import describe, expected, nearest
 from mirror._src.base.naming import name_of, parameter_names, require_parameters, signature_of
-from mirror._src.base.types import Array
-from mirror._src.training.precision import widened
+from mirror._src.base.types import Array, widened
 
 LossName: TypeAlias = Literal[
     "sparse_categorical_crossentropy",

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr
 
 from mirror._src.base.errors import describe, expected
 from mirror._src.base.naming import name_of, parameter_names, require_parameters, signature_of
-from mirror._src.base.types import Array, PyTree
+from mirror._src.base.types import Array, PyTree, is_half
 from mirror._src.jaxprs.origins import activation_of
 from mirror._src.training.losses import (
     LOSSES,
@@ -24,7 +24,6 @@ from mirror._src.training.losses import (
     per_example,
     require_loss,
 )
-from mirror._src.training.precision import is_half
 
 PartOfBatch: TypeAlias = str | int | Callable[[PyTree], Any]
 

@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr
 
 from mirror._src.base.errors import describe, expected, require_int
 from mirror._src.base.naming import name_of, warn_user
-from mirror._src.base.types import Array, PyTree
+from mirror._src.base.types import Array, PyTree, accumulator, is_half, widened
 from mirror._src.engine.examples import masking
 from mirror._src.training.losses import Metrics, name_in_table
 from mirror._src.training.metric import Metric, Weighted
@@ -23,7 +23,7 @@ from mirror._src.training.named_loss import (
     part_of,
     require_loss_function,
 )
-from mirror._src.training.precision import Precision, is_half, widened
+from mirror._src.training.precision import Precision
 
 _BASE = 256
 _MOST_EXACT = 2**24  # float32 has all integers up to it
@@ -254,7 +254,7 @@ class Objective:
         if LOSS in weights:  # so that it is added to the quotient
             penalty = penalty * widened(weights[LOSS])
         losses = jnp.where(mask, self._weighted(values.pop(LOSS), batch) + penalty, 0)
-        totals = {LOSS: losses.sum(dtype=_wide(losses.dtype)), **_sums(values, mask)}
+        totals = {LOSS: losses.sum(dtype=accumulator(losses.dtype)), **_sums(values, mask)}
         divisors = jnp.where(mask, weights[LOSS], 0) if LOSS in weights else None
         sums = Sums(totals, mask.sum(dtype=jnp.int32), _sums(weights, mask), metrics)
         return losses, divisors, sums
@@ -383,7 +383,7 @@ def _sums(values: Mapping[str, Array], mask: Array) -> dict[str, Array]:
 
 def _sum(value: Array, mask: Array) -> Array:
     if jnp.issubdtype(value.dtype, jnp.floating):
-        return jnp.sum(value, where=mask, dtype=_wide(value.dtype))
+        return jnp.sum(value, where=mask, dtype=accumulator(value.dtype))
     return exact_sum(value, mask)
 
 
@@ -395,11 +395,6 @@ def add_on_host(a: Sums, b: Sums) -> Sums:
 def carried(sums: Sums) -> Sums:
     """Returns the sums with normalized digits, so that equal sums are equal arrays."""
     return jax.tree.map(carried_digits, sums)
-
-
-def _wide(dtype: Any) -> Any:
-    """Returns the dtype for sums of floats, at least float32."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _factors(class_weight: Mapping[int, float], num_classes: int) -> np.ndarray:

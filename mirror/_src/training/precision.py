@@ -19,7 +19,7 @@ from flax import linen, nnx
 
 from mirror._src.base.errors import counted, expected, nearest, require_int
 from mirror._src.base.public_names import set_module
-from mirror._src.base.types import Array, PyTree
+from mirror._src.base.types import Array, PyTree, widened
 from mirror._src.inspection.verify import rtol_of
 
 PrecisionName: TypeAlias = Literal["float32", "bfloat16", "float16"]
@@ -170,16 +170,6 @@ class Precision:
         modules: dict[Any, Any] = dict(nnx.iter_modules(model))
         layers = [module.dtype for module in modules.values() if _has_dtype(module)]
         return [self._dtype, *layers]
-
-
-def is_half(dtype: Any) -> bool:
-    """Whether a dtype is bfloat16, float16 or a smaller float."""
-    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
-
-
-def widened(x: Any) -> Any:
-    """Returns an array at least in float32."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _has_dtype(module: Any) -> bool:

@@ -22,13 +22,13 @@ from flax import nnx
 from mirror._src.base.errors import counted, describe, expected, listing
 from mirror._src.base.naming import keys, name_of
 from mirror._src.base.tracebacks import on_behalf_of, users_functions
-from mirror._src.base.types import Array, PyTree
+from mirror._src.base.types import Array, PyTree, accumulator, widened
 from mirror._src.engine.all_reduce import AllReduce
 from mirror._src.engine.examples import masking
 from mirror._src.strategy.mirrored import get_replica_context
 from mirror._src.training.mistakes import describes_batch, require_transformation
 from mirror._src.training.objective import LOSS, Objective, Sums, as_float, carried, fit_floats
-from mirror._src.training.precision import SCALE, SKIPPED, LossScale, Precision, Snapshot, widened
+from mirror._src.training.precision import SCALE, SKIPPED, LossScale, Precision, Snapshot
 
 Gradients = tuple[list[PyTree], Sums]
 """The gradient of the loss, or of the values and of the weights of a `Weighted` loss; the sums."""
@@ -381,7 +381,7 @@ def _accumulated(gradients: Callable[..., Gradients], num_pieces: int) -> Callab
 
         first = jax.tree.map(lambda x: x[0], pieces)
         shapes = jax.eval_shape(gradients_of, state, first)[1]
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, _at_least_float32(s.dtype)), shapes)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, accumulator(s.dtype)), shapes)
         (state, (total, sums)), _ = jax.lax.scan(body, (state, zeros), pieces)
         nnx.update(model, state)
         return jax.tree.map(lambda x, s: x.astype(s.dtype), (total, sums), shapes)
@@ -400,10 +400,6 @@ def _split(objects: Any) -> tuple[Any, Any, Any]:
     """Splits objects into structure, random keys, which never change, and all other state."""
     split: Any = nnx.split(objects, nnx.RngKey, ...)
     return split
-
-
-def _at_least_float32(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def make_optimizer(

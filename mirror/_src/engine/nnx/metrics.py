@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from mirror._src.base.types import Array
+from mirror._src.base.types import Array, accumulator, widened
 from mirror._src.jaxprs.additive import Dependence
 
 States: TypeAlias = Mapping[str, Array]
@@ -52,13 +53,13 @@ class Additive(Rule):
         """Sums what each replica added; for a state that was reset, all of it."""
         added = {name for name, how in dependences.items() if how is Dependence.ADDED}
         increments = [
-            _increment(before[name], value) if name in added else _wide(value)
+            _increment(before[name], value) if name in added else widened(value)
             for name, value in after.items()
         ]
         sums = yield increments
         merged = {}
         for (name, value), total in zip(after.items(), sums, strict=True):
-            whole = _wide(before[name]) + total if name in added else total
+            whole = widened(before[name]) + total if name in added else total
             merged[name] = whole.astype(value.dtype)
         return merged
 
@@ -91,7 +92,7 @@ class Moments(Rule):
         """Merges the moments in two rounds: the counts and means, then the deviations."""
         reset = dependences["count"] is Dependence.INDEPENDENT
         start = {n: jnp.zeros_like(after[n]) if reset else before[n] for n in self.names}
-        real = jnp.result_type(_wide(after["mean"]), _wide(after["m2"]))
+        real = np.promote_types(*(accumulator(after[name].dtype) for name in ("mean", "m2")))
         mean, m2 = (start[name].astype(real) for name in ("mean", "m2"))
         new_examples = after["count"] - start["count"]
         updated = new_examples != 0  # without examples, the mean of a batch is NaN
@@ -174,14 +175,7 @@ def merge(updates: Sequence[Update], psum: Psum) -> list[dict[str, Array]]:
 
 def _increment(before: Array, after: Array) -> Array:
     """Returns what was added; all of `after` where `before` is infinite already."""
-    before, after = _wide(before), _wide(after)
+    before, after = widened(before), widened(after)
     if not jnp.issubdtype(after.dtype, jnp.inexact):
         return after - before
     return jnp.where(jnp.isinf(before), after, after - before)
-
-
-def _wide(array: Array) -> Array:
-    """Returns the array, in float32 at least if it holds floating-point numbers."""
-    if not jnp.issubdtype(array.dtype, jnp.inexact):
-        return array
-    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
