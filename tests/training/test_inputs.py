@@ -325,3 +325,16 @@ def test_validation_that_is_suspiciously_long_warns_once():
     (warning,) = caught
     fix = "trainer.fit(..., validation_steps="
     assert_message(str(warning.message), names="validation_data", values=[256, 1], fix=fix)
+
+
+def test_validation_that_begins_again_is_an_error_after_the_warning():
+    class Again(Endless):
+        def __iter__(self):
+            batches = [(X + i, Y) for i in range(50)]
+            return itertools.chain.from_iterable(itertools.repeat(batches))
+
+    with (
+        pytest.warns(UserWarning, match="validation_steps"),
+        raises(ValueError, names="validation_data", values=[301], fix="validation_steps="),
+    ):
+        fit(new(), [(X, Y)], validation_data=Again())

@@ -315,16 +315,28 @@ class Validation:
         Args:
             num_trained: Number of batches of the epoch of training.
             batches: The batches of this validation.
+
+        Raises:
+            ValueError: If they repeat: after the warning, one equals the first.
         """
         is_known = self._has_ended or self.num_batches is not None or _has_len(self.data)
         most = max(_FEWEST_BATCHES, _TIMES_THE_EPOCH * num_trained)
+        first: Any = None
         for count, batch in enumerate(batches, 1):
             yield batch
-            if count == most and not is_known:
+            if is_known:
+                continue
+            first = batch if first is None else first
+            limit = "Limit it: trainer.fit(..., validation_steps=100)."
+            if count == most:
                 warn_user(
                     f"Validation has read {count} batches of `validation_data`, which has no "
                     f"len(); the epoch trained on {num_trained}. If the data has no end, `fit` "
-                    "waits forever. Limit it: trainer.fit(..., validation_steps=100)."
+                    f"waits forever. {limit}"
+                )
+            elif count > most and _are_equal(first, batch):
+                raise ValueError(
+                    f"`validation_data` has no end: batch {count} equals the first one. {limit}"
                 )
         self._has_ended = True
 
@@ -358,6 +370,14 @@ def is_iterator(data: Any) -> bool:
     """Whether the data have one pass only."""
     # The error of its `__next__` makes a distributed dataset look like one.
     return isinstance(data, Iterator) and not isinstance(data, DistributedDataset)
+
+
+def _are_equal(first: PaddedBatch, other: PaddedBatch) -> bool:
+    """Whether two batches have the same bits; False in several processes, which may differ."""
+    if first.types != other.types or not first.mask.stacked.is_fully_addressable:
+        return False
+    pairs = zip(*(jax.tree.leaves((x.batch, x.mask)) for x in (first, other)), strict=True)
+    return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
 
 
 def _has_len(data: Any) -> bool:
