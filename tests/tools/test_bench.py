@@ -76,8 +76,10 @@ def _interrupted(step: str) -> tuple[int, str, list[str]]:
     ) as process:
         assert process.stderr is not None
         said = []
-        while not any(map(_compiles_for_four, said)):
-            said.append(process.stderr.readline())
+        for line in iter(process.stderr.readline, ""):  # "" at its end
+            said.append(line)
+            if _compiles_for_four(line):
+                break
         said.append(process.stderr.readline())  # the line that starts the measurement
         process.send_signal(signal.SIGINT)
         output, rest = process.communicate(timeout=900)
