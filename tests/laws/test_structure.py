@@ -87,7 +87,7 @@ BUDGETS = {
     "data": Size(1380, 10, 25),
     "keras": Size(528, 5, 5),
     "strategy": Size(1031, 6, 8),
-    "training": Size(5654, 32, 64),
+    "training": Size(5668, 32, 64),
     "ps": Size(3572, 20, 67),
     "tools": Size(3009, 24, 30),
 }
