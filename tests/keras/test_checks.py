@@ -1,5 +1,7 @@
 """`check_mirrored` and `verify` of Keras models, and Keras models as arguments of steps."""
 
+import contextlib
+
 import jax
 import numpy as np
 import pytest
@@ -240,14 +242,14 @@ def test_trainer_says_how_keras_models_train(model):
         mirror.Trainer(model, optax.sgd(0.1), "mse")
 
 
-def test_sharded_update_of_a_keras_model_is_one_warning():
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_sharded_update_of_a_keras_model_is_one_warning(is_inside):
     strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], shard="optimizer")
+    with strategy.scope() if is_inside else contextlib.nullcontext():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     with strategy.scope():
-        with pytest.warns(UserWarning, match="shard='optimizer'") as caught:
-            keras.Sequential([keras.layers.Dense(1)])
-        assert len(caught) == 1
-        keras.Sequential([keras.layers.Dense(1)])
-    strategy = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"], shard="optimizer")
-    outside = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    with strategy.scope(), pytest.warns(UserWarning, match="shard='optimizer'"):
-        outside.compile(optimizer="sgd", loss="mse")
+        model.compile(optimizer="sgd", loss="mse")
+    with pytest.warns(UserWarning, match="`shard` has no effect on the Keras model") as caught:
+        model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    assert len(caught) == 1

@@ -85,7 +85,7 @@ BUDGETS = {
     "engine": Size(5528, 31, 73),
     "inspection": Size(2133, 9, 23),
     "data": Size(1380, 10, 25),
-    "keras": Size(528, 5, 5),
+    "keras": Size(500, 5, 5),
     "strategy": Size(1031, 6, 8),
     "training": Size(5668, 32, 64),
     "ps": Size(3572, 20, 67),

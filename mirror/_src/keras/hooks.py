@@ -12,16 +12,12 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mirror._src.base.keras_library import GLOBAL_BATCHES, library
+from mirror._src.base.keras_library import library
 from mirror._src.base.naming import parameter_names, warn_user
-from mirror._src.data.arrays import ArrayDataset
-from mirror._src.data.prefetch import PrefetchIterator
-from mirror._src.data.source import DistributedDatasetBase
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.engine.per_replica import brief, is_per_replica
 from mirror._src.keras.owners import add_scope, claim, claim_compiled, owner_of
-from mirror._src.keras.precision import warn_about_policy
-from mirror._src.keras.step_function import StepFunction, keras_loop
+from mirror._src.keras.precision import train_warnings
+from mirror._src.keras.step_function import StepFunction, keras_loop, require_global
 
 METHODS = ["fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch"]
 _MOST = 64  # a longer list is data, not a structure of inputs
@@ -43,7 +39,7 @@ def checking(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         for name, value in (*zip(names[1:], args, strict=False), *kwargs.items()):
             for path, leaf in _leaves(name, value):
-                _require_global(method.__name__, path, leaf)
+                require_global(path, leaf, method.__name__)
         with keras_loop():
             return method(self, *args, **kwargs)
 
@@ -52,27 +48,12 @@ def checking(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yields what containers hold, with its name. Arrays and text are leaves."""
-    if isinstance(value, dict):
-        for key, each in value.items():
-            yield from _leaves(f"{name}[{key!r}]", each)
-    elif isinstance(value, list | tuple) and len(value) <= _MOST:
-        for i, each in enumerate(value):
-            yield from _leaves(f"{name}[{i}]", each)
-    else:
+    is_short_list = isinstance(value, list | tuple) and len(value) <= _MOST
+    if not (isinstance(value, dict) or is_short_list):
         yield name, value
-
-
-def _require_global(method: str, name: str, leaf: Any) -> None:
-    if is_per_replica(leaf):
-        raise TypeError(f"`{name}` must be a global batch, got {brief(leaf)}. {GLOBAL_BATCHES}")
-    if isinstance(leaf, DistributedDatasetBase | PrefetchIterator):
-        raise TypeError(f"`{name}` must be global batches, got {leaf}. {GLOBAL_BATCHES}")
-    if isinstance(leaf, ArrayDataset):
-        raise TypeError(
-            f"`{name}` must be arrays or a dataset that Keras reads, got {leaf}. Pass its arrays: "
-            f"model.{method}(x, y, batch_size={leaf.batch_size}). mirror.data is for "
-            "mirror.Trainer and strategy.distribute_dataset."
-        )
+        return
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _leaves(f"{name}[{key!r}]", each)
 
 
 def enter_scope(strategy: object, replicas: ReplicaDevices) -> None:
@@ -112,36 +93,29 @@ def exit_scope(strategy: object, replicas: ReplicaDevices) -> None:
 
 def _hook(model_class: Any) -> None:
     global _hooked
-    model_class.__new__ = staticmethod(_claiming(model_class.__new__))
-    for kind in KINDS:
-        name = f"make_{kind}_function"
-        setattr(model_class, name, _making(kind, getattr(model_class, name)))
-    for name in METHODS:
-        setattr(model_class, name, checking(getattr(model_class, name)))
     # In the class that defines it: Keras would take a method of `keras.Model` for one of the user,
     # and not compile a model that it loads.
     owner = next(each for each in model_class.__mro__ if "compile" in vars(each))
-    owner.compile = _compiling(owner.compile)
-    _hooked = model_class
+    create, compile_model = model_class.__new__, owner.compile
 
-
-def _claiming(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
     def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
         model = create(cls, *args, **kwargs)
         claim(model)
         return model
 
-    return new
-
-
-def _compiling(compile_model: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile_model)
     def compile_in_scope(self: Any, *args: Any, **kwargs: Any) -> Any:
         claim_compiled(self)
         return compile_model(self, *args, **kwargs)
 
-    return compile_in_scope
+    model_class.__new__, owner.compile = staticmethod(new), compile_in_scope
+    for kind in KINDS:
+        name = f"make_{kind}_function"
+        setattr(model_class, name, _making(kind, getattr(model_class, name)))
+    for name in METHODS:
+        setattr(model_class, name, checking(getattr(model_class, name)))
+    _hooked = model_class
 
 
 def _making(kind: str, make: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,8 +130,8 @@ def _making(kind: str, make: Callable[..., Any]) -> Callable[..., Any]:
                 return
             function = function.made
         if owner is not None:
-            if kind == "train":
-                warn_about_policy(self)
+            for message in train_warnings(self, owner.replicas) if kind == "train" else ():
+                warn_user(message, "keras")
             function = StepFunction(function, owner, self, kind)
         setattr(self, attribute, function)
 

@@ -7,7 +7,6 @@ from jax.sharding import Mesh
 
 from mirror._src.base.errors import listing
 from mirror._src.base.keras_library import BACKEND, backend, variables_of
-from mirror._src.base.naming import warn_user
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.replica_context import current_frame
 from mirror._src.keras.precision import require_float_policy
@@ -30,7 +29,6 @@ class Owner(NamedTuple):
     replicas: ReplicaDevices
 
 
-_warned: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _by_mesh: dict[Mesh, Owner] = {}
 _created_in: "weakref.WeakKeyDictionary[Any, Owner]" = weakref.WeakKeyDictionary()
 _found: "weakref.WeakKeyDictionary[Any, Owner]" = weakref.WeakKeyDictionary()
@@ -43,11 +41,10 @@ def add_scope(strategy: object, replicas: ReplicaDevices) -> None:
     """Remembers whose arrays lie on this mesh: of variables that are created in the scope.
 
     The mesh of mixed devices is their home device alone, which may also be the mesh of a strategy
-    with one device, and a fixed number of replicas may have the mesh of another strategy. The
+    with one device, and a fixed number of replicas may have the mesh of another strategy. The last
     strategy takes precedence that models can train on.
     """
-    known = _by_mesh.get(replicas.mesh)
-    if known is None or known.replicas.are_mixed or known.replicas.in_turn:
+    if replicas.mesh not in _by_mesh or not (replicas.are_mixed or replicas.in_turn):
         _by_mesh[replicas.mesh] = Owner(str(strategy), replicas)
 
 
@@ -135,11 +132,8 @@ def _of_scope(verb: str) -> Owner | None:
         return None
     strategy = frame.strategy
     if frame.shown_as is not None:
-        raise NotImplementedError(
-            f"A Keras model was {verb} inside strategy.scope() of {frame.shown_as}, but Keras "
-            "models cannot train with parameter servers. Use a mirror.MirroredStrategy, or train a "
-            "Flax model with mirror.Trainer."
-        )
+        why = "cannot train with parameter servers. Use a mirror.MirroredStrategy"
+        raise _unsupported(verb, frame.shown_as, why)
     if frame.replica is not None or frame.devices is None:
         raise RuntimeError(
             f"A Keras model was {verb} inside a replica, in a step run by {strategy}. Call it "
@@ -153,35 +147,25 @@ def _of_scope(verb: str) -> Owner | None:
         )
     owner = Owner(str(strategy), frame.devices)
     _require_supported(owner, verb)
-    _warn_of_sharding(strategy)
     return owner
-
-
-def _warn_of_sharding(strategy: Any) -> None:
-    """Warns once per strategy that `shard` does not apply to Keras models."""
-    shard = getattr(strategy, "shard", "none")
-    if shard != "none" and strategy not in _warned:
-        _warned.add(strategy)
-        warn_user(
-            f"shard={shard!r} has no effect on a Keras model: each device stores the "
-            "whole state. It applies to mirror.Trainer and strategy.run.",
-            "keras",
-        )
 
 
 def _require_supported(owner: Owner, verb: str) -> None:
     replicas = owner.replicas
     if replicas.in_turn:
-        raise NotImplementedError(
-            f"A Keras model was {verb} inside strategy.scope() of {owner.name}, but the step of a "
-            "Keras model sees the whole batch, so that replicas= cannot fix the order of its sums. "
-            "Omit replicas=, or train a Flax model with mirror.Trainer."
-        )
+        why = "see the whole batch, so that replicas= cannot fix the order of sums. Omit replicas="
+        raise _unsupported(verb, owner.name, why)
     if replicas.are_mixed or replicas.spans_processes:
-        what = "of several processes" if replicas.spans_processes else "of several types"
-        raise NotImplementedError(
-            f"A Keras model was {verb} inside strategy.scope() of {owner.name}, but Keras models "
-            f"cannot train on devices {what} yet. Use the devices of one type in one process, "
-            'mirror.MirroredStrategy(mirror.config.list_logical_devices("GPU")), or train a Flax '
-            "model with mirror.Trainer."
+        what = "processes" if replicas.spans_processes else "types"
+        why = (
+            f"cannot train on devices of several {what} yet. Use the devices of one type in one "
+            'process, mirror.MirroredStrategy(mirror.config.list_logical_devices("GPU"))'
         )
+        raise _unsupported(verb, owner.name, why)
+
+
+def _unsupported(verb: str, strategy: object, why: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"A Keras model was {verb} inside strategy.scope() of {strategy}, but Keras models {why}, "
+        "or train a Flax model with mirror.Trainer."
+    )

@@ -1,4 +1,4 @@
-"""Dtype policies with which a Keras model cannot learn, or hardly."""
+"""Settings with which a Keras model cannot learn, or hardly, or which it ignores."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from mirror._src.base.keras_library import has_loss_scale, layers_of, library
-from mirror._src.base.naming import warn_user
+from mirror._src.devices.replicas import ReplicaDevices
 
 _HALF = ("float16", "bfloat16")
 
@@ -27,12 +27,17 @@ def require_float_policy() -> None:
         )
 
 
-def warn_about_policy(model: Any) -> None:
-    """Warns if gradients or updates of a compiled and built model are rounded to zero."""
+def train_warnings(model: Any, replicas: ReplicaDevices) -> Iterator[str]:
+    """Yields why updates of a compiled and built model are rounded to zero, or not sharded."""
+    if replicas.slice_bytes is not None:
+        yield (
+            f"`shard` has no effect on the Keras model {model.name!r}: each device stores the "
+            "whole state. It applies to mirror.Trainer and strategy.run."
+        )
     stored = [v for v in model.trainable_variables if v.dtype in _HALF]
     if stored:
         first = stored[0]
-        _warn(
+        yield (
             f"{len(stored)} variables of the Keras model {model.name!r} are stored in "
             f"{first.dtype}, for example {first.path!r}, so that small updates are rounded to "
             "zero, and Adam may not change them at all. Store them in float32: "
@@ -44,7 +49,7 @@ def warn_about_policy(model: Any) -> None:
     layers = (layer for layer in _layers(model) if layer.trainable_variables)
     half = next((layer for layer in layers if layer.compute_dtype == "float16"), None)
     if half is not None:
-        _warn(
+        yield (
             f"The layer {half.name!r} of the Keras model {model.name!r} computes in float16, and "
             "the loss is not scaled, so that small gradients are rounded to zero. Keras scales it "
             "only if the policy of the model is 'mixed_float16', got "
@@ -58,12 +63,6 @@ def compute_dtypes(model: Any) -> set[str]:
     return {each.compute_dtype for each in (model, *_layers(model))}
 
 
-def _layers(model: Any) -> Iterator[Any]:
-    """Yields the layers of a model, and those inside of others, but no models."""
-    for layer in layers_of(model):
-        if not hasattr(layer, "layers"):
-            yield layer
-
-
-def _warn(message: str) -> None:
-    warn_user(message, "keras")
+def _layers(model: Any) -> list[Any]:
+    """Returns the layers of a model, and those inside of others, but no models."""
+    return [layer for layer in layers_of(model) if not hasattr(layer, "layers")]

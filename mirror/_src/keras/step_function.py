@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -14,13 +14,16 @@ import numpy as np
 from mirror._src.base.keras_library import GLOBAL_BATCHES, has_array, state_variables, sync_state
 from mirror._src.base.naming import keys, warn_user
 from mirror._src.base.types import PyTree
+from mirror._src.data.arrays import ArrayDataset
 from mirror._src.data.batches import array_of, nearest_multiples
+from mirror._src.data.prefetch import PrefetchIterator
+from mirror._src.data.source import DistributedDatasetBase
 from mirror._src.devices import eager_work
 from mirror._src.devices.backend import devices_of_type, type_of
 from mirror._src.devices.launch import is_needed, launch
 from mirror._src.devices.launches import Described
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.engine.per_replica import is_per_replica
+from mirror._src.engine.per_replica import brief, is_per_replica
 from mirror._src.keras.owners import Owner
 from mirror._src.passes.lower import lowered, rules_for
 
@@ -46,8 +49,7 @@ class BatchPlacer:
         self._replicas = replicas
         self._kind = kind
         self._may_warn = True
-        self._num_whole = 0
-        self._last: Callable[[], Any] = lambda: None
+        self._whole: weakref.WeakSet[Any] = weakref.WeakSet()
         self._is_ahead = type_of(replicas.distinct[0]) != "CPU"
         # Batches on the devices, each with the error in its place.
         self._next: weakref.WeakKeyDictionary[Any, tuple[PyTree, BaseException | None]]
@@ -61,22 +63,15 @@ class BatchPlacer:
             TypeError: If it is not a global batch of numbers.
         """
         ahead = self._next.pop(iterator, None) if self._reads_ahead(iterator) else None
-        batch, error = ahead or (self._placed(iterator), None)
+        batch, error = ahead or self._loaded(iterator)
         if error is not None:
             raise error
         return batch
 
     def take_ahead(self, iterator: Iterator[PyTree]) -> None:
         """Loads the batch that the next `take` returns, on accelerators."""
-        if not self._reads_ahead(iterator):
-            return
-        try:
-            self._next[iterator] = self._placed(iterator), None
-        except StopIteration:
-            # A new one: its traceback would refer to the iterator, which could never be released.
-            self._next[iterator] = None, StopIteration()
-        except Exception as error:  # raised in its turn
-            self._next[iterator] = None, error
+        if self._reads_ahead(iterator):
+            self._next[iterator] = self._loaded(iterator)
 
     def _reads_ahead(self, iterator: Iterator[PyTree]) -> bool:
         """Whether the next batch of this iterator is loaded while the devices compute.
@@ -87,25 +82,32 @@ class BatchPlacer:
         kind = type(iterator)
         return self._is_ahead and kind.__weakrefoffset__ != 0 and kind.__hash__ is not None
 
+    def _loaded(self, iterator: Iterator[PyTree]) -> tuple[PyTree, BaseException | None]:
+        try:
+            return self._placed(iterator), None
+        except StopIteration:
+            # A new one: its traceback would refer to the iterator, which could never be released.
+            return None, StopIteration()
+        except Exception as error:
+            return None, error
+
     def _placed(self, iterator: Iterator[PyTree]) -> PyTree:
-        with self._on_host():
+        # Keras transfers each batch to the default device, from where it would have to be split.
+        # With the host as the default device, each accelerator receives its part directly.
+        host = devices_of_type("CPU")[:1] if self._is_ahead else ()
+        with jax.default_device(host[0]) if host else contextlib.nullcontext():
             batch = next(iterator)
         treedef: Any
         leaves, treedef = jax.tree.flatten(batch, is_leaf=is_per_replica)
         if not all(map(_is_ready, leaves)):
             items = jax.tree_util.tree_flatten_with_path(batch, is_leaf=is_per_replica)[0]
-            leaves = [_array("batch" + keys(path), leaf) for path, leaf in items]
+            named = {"batch" + keys(path): leaf for path, leaf in items}
+            for name, leaf in named.items():
+                require_global(name, leaf, "fit")
+            leaves = list(itertools.starmap(array_of, named.items()))
         if len(self._replicas.on_mesh) > 1:
             self._warn_about_size(iterator, leaves)
         return treedef.unflatten(self._replicas.split(leaves))
-
-    def _on_host(self) -> contextlib.AbstractContextManager[Any]:
-        """Keras transfers each batch to the default device, from where it would have to be split.
-
-        With the host as the default device, each accelerator receives its part directly.
-        """
-        host = devices_of_type("CPU")[:1] if self._is_ahead else ()
-        return jax.default_device(host[0]) if host else contextlib.nullcontext()
 
     def _warn_about_size(self, iterator: Iterator[PyTree], leaves: list[Any]) -> None:
         """Warns once if no batch divides; a single batch, or the last one, may have any size.
@@ -117,11 +119,8 @@ class BatchPlacer:
         self._may_warn &= size % n > 0
         if not self._may_warn:
             return
-        is_same = self._last() is iterator or self._kind == "train"
-        self._num_whole = self._num_whole + 1 if is_same else 1
-        with contextlib.suppress(TypeError):  # some iterators cannot be referenced weakly
-            self._last = weakref.ref(iterator)
-        if self._num_whole > 1:
+        reader: Any = self if self._kind == "train" else iterator
+        if reader in self._whole:
             self._may_warn = False
             warn_user(
                 f"{size} examples cannot be split evenly across {n} devices, so each device "
@@ -129,6 +128,8 @@ class BatchPlacer:
                 f"it faster. Use a batch size of {nearest_multiples(size, n)}.",
                 "keras",
             )
+        with contextlib.suppress(TypeError):  # some iterators cannot be referenced weakly
+            self._whole.add(reader)
 
 
 def _is_ready(leaf: Any) -> bool:
@@ -138,10 +139,18 @@ def _is_ready(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not leaf.is_deleted()
 
 
-def _array(name: str, leaf: Any) -> Any:
+def require_global(name: str, leaf: Any, method: str) -> None:
+    """Rejects values of replicas and datasets of mirror, which Keras would read as arrays."""
     if is_per_replica(leaf):
-        raise TypeError(f"{name} is a PerReplica. {GLOBAL_BATCHES}")
-    return array_of(name, leaf)
+        raise TypeError(f"`{name}` must be a global batch, got {brief(leaf)}. {GLOBAL_BATCHES}")
+    if isinstance(leaf, DistributedDatasetBase | PrefetchIterator):
+        raise TypeError(f"`{name}` must be global batches, got {leaf}. {GLOBAL_BATCHES}")
+    if isinstance(leaf, ArrayDataset):
+        raise TypeError(
+            f"`{name}` must be arrays or a dataset that Keras reads, got {leaf}. Pass its arrays: "
+            f"model.{method}(x, y, batch_size={leaf.batch_size}). mirror.data is for "
+            "mirror.Trainer and strategy.distribute_dataset."
+        )
 
 
 @contextlib.contextmanager
@@ -191,6 +200,12 @@ class _MirroredState(tuple[_Arrays, ...]):
     """
 
     owner: "StepFunction"
+
+
+def assign(variables: Iterable[Any], values: Iterable[Any]) -> None:
+    """Assigns each value to its Keras variable."""
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
 
 
 class StepFunction:
@@ -253,11 +268,8 @@ class StepFunction:
         sync_state(self._model)
         groups = state_variables(self._model, self._kind)
         is_compiled_again = [*map(len, groups)] != [*map(len, state)]  # by a callback
-        if is_compiled_again or all(map(has_array, itertools.chain.from_iterable(groups))):
-            return
-        for variables, values in zip(groups, state, strict=True):
-            for variable, value in zip(variables, values, strict=True):
-                variable.assign(value)
+        if not is_compiled_again and not all(map(has_array, itertools.chain(*groups))):
+            assign(itertools.chain(*groups), itertools.chain(*state))
 
     def _begin(self, state: PyTree, outputs: list[Any]) -> None:
         last = _last_step.get()
@@ -265,9 +277,8 @@ class StepFunction:
             last[:] = self, state, outputs
 
     def _step(self, state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        follows = False
+        follows = type(state) is _MirroredState and state.owner is self
         if type(state) is _MirroredState:
-            follows = state.owner is self
             state = tuple([part.arrays for part in state])
         if not follows:
             state = self._all_mirrored(state)
@@ -347,7 +358,7 @@ class StepFunction:
     def _reject_deleted(self, index: int) -> NoReturn:
         """Raises an error: host devices would wait forever for the one that rejects the array."""
         groups = state_variables(self._model, self._kind)
-        path = list(itertools.chain.from_iterable(groups))[index].path
+        path = [*itertools.chain(*groups)][index].path
         raise ValueError(
             f"The variable {path!r} of the Keras model {self._model.name!r} holds a deleted array. "
             "Its buffer was donated to a step of another model that shares it. Assign values "

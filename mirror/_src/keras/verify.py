@@ -1,6 +1,7 @@
 """`strategy.verify` of a Keras model: its training step on n devices, and on one."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,7 +24,7 @@ from mirror._src.inspection.verify import (
 )
 from mirror._src.keras.owners import Owner, owner_of
 from mirror._src.keras.precision import compute_dtypes
-from mirror._src.keras.step_function import StepFunction
+from mirror._src.keras.step_function import StepFunction, assign
 
 _Outcome = tuple[dict[str, Any], list[np.ndarray]]
 """The logs of a step, and the variables after it."""
@@ -77,7 +78,7 @@ def verify_model(
     def run_one(signs: np.random.Generator | None) -> _Outcome:
         values = map(jnp.copy, saved)
         with NoMesh():
-            _assign(everything, values if signs is None else (nudged(signs, x) for x in values))
+            assign(everything, values if signs is None else (nudged(signs, x) for x in values))
             model.reset_metrics()
             return _on_one_device(model, single, args, variables)
 
@@ -98,18 +99,17 @@ def verify_model(
     finally:
         with NoMesh():
             model.reset_metrics()
-            _assign(everything, saved)
+            assign(everything, saved)
     return checked(VerifyReport(len(owner.replicas), rtol, rows), _CAUSES)
 
 
 def _require_step(model: Any) -> None:
     model.make_train_function()
     if not isinstance(model.train_function, StepFunction):
-        kind = type(model).__name__
         raise ValueError(
-            f"The class of the Keras model {model.name!r}, {kind}, overrides make_train_function, "
-            "so that its step cannot run on one device. Remove the override, or keep what "
-            "super().make_train_function(force) sets as self.train_function."
+            f"The class of the Keras model {model.name!r}, {type(model).__name__}, overrides "
+            "make_train_function, so that its step cannot run on one device. Remove it, or keep "
+            "what super().make_train_function(force) sets as self.train_function."
         )
 
 
@@ -121,14 +121,8 @@ def _on_one_device(
     groups = state_variables(model, "train")
     state = tuple([variable.value for variable in group] for group in groups)
     logs, state = step(state, iter([(*args, None)[:3]]))
-    for group, values in zip(groups, state, strict=True):
-        _assign(group, values)
+    assign(itertools.chain(*groups), itertools.chain(*state))
     # Without the dicts inside, as `train_on_batch` returns them.
     leaves: Any = jax.tree.leaves_with_path(logs)
     flat = {path[-1].key: np.asarray(value) for path, value in leaves}
     return flat, [np.array(variable.value) for variable in variables]
-
-
-def _assign(variables: Sequence[Any], values: Iterable[Any]) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
