@@ -228,6 +228,7 @@ NO_SOURCES = [
     ("text", {"values": ["'text'", "str"], "fix": "DataLoader"}),
     (3, {"values": [3, "int"], "fix": "DataLoader"}),
     (None, {"values": [None, "NoneType"], "fix": "DataLoader"}),
+    (of_library, {"values": "of_library", "fix": "__iter__"}),
     (
         of_library("torch"),
         {"names": "Dataset", "fix": "torch.utils.data.DataLoader(dataset, batch_size)"},

@@ -2,6 +2,7 @@
 # ruff: noqa: E501 (a loader and its message are one row)
 
 import collections
+import contextlib
 import functools
 import itertools
 import threading
@@ -374,6 +375,18 @@ def test_torch_sampler_receives_the_epoch(two):
         (batch,) = data
         orders.append(np.ravel(batch).tolist())
     assert orders[0] == orders[2] != orders[1]
+
+
+@pytest.mark.dev("torch")
+@pytest.mark.parametrize("count", [1, 4])
+def test_sampler_of_one_process_per_device_is_a_warning(two, count):
+    """Each of four processes of DDP reads a quarter, so one process alone would too."""
+    sampler = torch.utils.data.DistributedSampler(range(8), num_replicas=count, rank=0)
+    loader = torch.utils.data.DataLoader(range(8), 2, sampler=sampler)
+    with (
+        pytest.warns(UserWarning, match="one of 4 parts") if count > 1 else contextlib.nullcontext()
+    ):
+        two.distribute_dataset(loader)
 
 
 def test_tensorflow_datasets_are_read(two):

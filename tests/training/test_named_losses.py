@@ -356,7 +356,8 @@ UNKNOWN = {
 @rows("options, data, names, line", UNKNOWN)
 def test_predict_with_unknown_inputs_says_which_line_to_write(options, data, names, line):
     trainer = scale(**{"name": "mse", **options})
-    with raises(ValueError, names=names, fix=f"trainer.predict(data, lambda model, batch: {line})"):
+    line = f"trainer.predict(data, lambda model, batch: {line})"
+    with raises(ValueError, names=names, fix=[line, "model(batch) if all of it is the inputs"]):
         trainer.predict(data, batch_size=4)
 
 

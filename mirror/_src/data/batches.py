@@ -160,12 +160,14 @@ def _rows(name: str, path: Any, leaf: Any, advice: str) -> Any:
         )
     array = array_of(name, leaf)
     if array.ndim == 0:
+        fix = advice or (
+            "If the data yield single examples, batch them: DataLoader(dataset, batch_size=32), "
+            "dataset.batch(32), or mirror.data.from_arrays(arrays, 32)."
+        )
         raise ValueError(
-            f"{name} is the scalar {leaf!r}. Each leaf of a batch needs a leading batch axis. If "
-            "the data yield single examples, batch them: DataLoader(dataset, batch_size=32), "
-            "dataset.batch(32), or mirror.data.from_arrays(arrays, 32). Pass a value that all "
-            "examples share as another argument: strategy.run(step, (batch, x))."
-            f"{advice and ' ' + advice}"
+            f"{name} is the scalar {leaf!r}. Each leaf of a batch needs a leading batch axis. "
+            f"{fix} Pass a value that all examples share as another argument, "
+            "strategy.run(step, (batch, x)), or for each of them, np.full(batch_size, x)."
         )
     return array
 

@@ -1,6 +1,7 @@
 """`distribute_dataset`: splits global batches into per-replica batches on the devices."""
 
 import contextlib
+import inspect
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Never, TypeAlias, final, get_args
 
@@ -24,7 +25,7 @@ from mirror._src.data.batches import (
 )
 from mirror._src.data.foreign import advice
 from mirror._src.data.input import InputMode, Inspect, Pass, Plan
-from mirror._src.data.local_input import require_own_shard
+from mirror._src.data.local_input import require_own_shard, warn_of_part
 from mirror._src.data.padded import PaddedDataset
 from mirror._src.data.source import (
     B,
@@ -82,6 +83,7 @@ class DistributedDataset(DistributedDatasetBase[B]):
             raise ValueError(expected("input", input_mode, "'global' or 'local'"))
         _require_batches(source)
         is_local = input_mode == "local" and replicas.spans_processes
+        warn_of_part(source)
         if replicas.spans_processes:
             require_own_shard(source, is_local=is_local)
         super().__init__(Source(source, _FIX), replicas, prefetch, is_local=is_local)
@@ -279,7 +281,9 @@ def _require_batches(source: Any) -> None:
         )
     if not isinstance(source, Iterable) or isinstance(source, str):
         fix = advice(source) or (
-            "Pass a list, a generator, a DataLoader or a dataset that yields batches, such as "
+            "Call it for one pass; for several, pass an object whose __iter__ calls it."
+            if inspect.isfunction(source)
+            else "Pass a list, a generator, a DataLoader or a dataset that yields batches, such as "
             "{'image': (B, ...), ...}."
         )
         raise TypeError(f"{expects} {describe(source)}. {fix}")

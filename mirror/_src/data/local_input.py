@@ -220,6 +220,17 @@ def _checksum(batch: HostBatch) -> int:
     return checksum(np.asarray([checksum(np.asarray(leaf)) for leaf in batch.leaves]))
 
 
+def warn_of_part(loader: Any) -> None:
+    """Warns of a loader with a `DistributedSampler` for other processes, such as one per GPU."""
+    count = getattr(getattr(loader, "sampler", None), "num_replicas", 1)
+    if isinstance(count, int) and count not in (1, store.process_count()):
+        warn_user(
+            f"The sampler of {type(loader).__name__} selects one of {count} parts of the dataset, "
+            "and this process reads no other: mirror splits each batch over the devices itself. "
+            "Omit the sampler: DataLoader(dataset, batch_size, shuffle=True)."
+        )
+
+
 def require_own_shard(dataset: Any, *, is_local: bool) -> None:
     """Checks the part of each batch that a dataset of `mirror.data.from_arrays` yields.
 

@@ -410,10 +410,10 @@ def require_no_tracers(fn: Callable[..., Any], tree: Any) -> None:
 
 def inside_jit_message(step: str, tracer: str | None = None) -> str:
     """Returns the error message for a call of `run` inside a JAX transformation."""
-    where = "jax.jit" if tracer is None else f"jax.jit, grad or vmap: {tracer} is a tracer"
+    what = "" if tracer is None else f": {tracer} is a tracer"
     return (
-        f"strategy.run({step}) was called inside {where}. Call it from regular Python code: "
-        "strategy.run compiles the step itself."
+        f"strategy.run({step}) was called inside jax.jit, grad or vmap{what}. Call it from regular "
+        "Python code: strategy.run compiles the step itself. Call jax.grad in the step."
     )
 
 

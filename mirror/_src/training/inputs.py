@@ -139,8 +139,8 @@ def _require_batch_size(method: str, data: Any, batch_size: int | None) -> int:
     if batch_size is None:
         raise ValueError(
             f"`data` is {_shown(data)}, so `batch_size` is required, the number of examples per "
-            f"step of all replicas together: trainer.{method}(data, batch_size=32). To "
-            "train on several datasets, such as a dict of splits, pass one of them."
+            f"step of all replicas together: trainer.{method}(data, batch_size=32)."
+            + ("" if is_array(data) else " If these are several datasets, pass one of them.")
         )
     return batch_size
 

@@ -276,7 +276,7 @@ class NamedLoss:
             ValueError: If the batch does not have exactly these two parts.
         """
         if not isinstance(batch, Mapping | tuple | list):
-            raise self._not_a_pair(batch)
+            raise self._not_a_pair(batch, self._function)
         key, inputs = self._entries(batch)
         if key is None:
             guess = next((name for name in _LABEL_KEYS if name in batch), "label")
@@ -287,8 +287,8 @@ class NamedLoss:
             fix = ""
             if len(inputs) > 1 and self._weight is None and len(batch) == 3:
                 weights = min(reversed(inputs), key=lambda name: np.ndim(batch[name]))
-                fix = f"If the third entry contains weights, pass sample_weight={weights!r}."
-            raise self._not_a_pair(batch, fix)
+                fix = f"If the third entry contains weights, pass sample_weight={weights!r}. "
+            raise self._not_a_pair(batch, fix + self._function)
         return batch[inputs[0]], labels
 
     def _entries(self, batch: Mapping[Any, Any] | Sequence[Any]) -> tuple[Any, list[Any]]:
@@ -297,7 +297,7 @@ class NamedLoss:
         key = 1 if self._key is None and not isinstance(batch, Mapping) else self._key
         return key, [name for name in names if name not in (key, self._weight)]
 
-    def _not_a_pair(self, batch: PyTree, fix: str = "") -> ValueError:
+    def _not_a_pair(self, batch: PyTree, fix: str) -> ValueError:
         pair = "a tuple (inputs, labels), or a dict with two entries and labels=..."
         if isinstance(batch, Mapping):
             shown = f"a dict with the keys {list(batch)}"
@@ -306,8 +306,7 @@ class NamedLoss:
         else:
             shown = describe(batch)
         return ValueError(
-            f"With the loss {self.__name__!r}, a batch must be {pair}, got {shown}. "
-            f"{fix or self._function}"
+            f"With the loss {self.__name__!r}, a batch must be {pair}, got {shown}. {fix}"
         )
 
     @property
@@ -331,7 +330,8 @@ def inputs_unknown(batch: PyTree, why: str) -> ValueError:
     return ValueError(
         "trainer.predict and trainer.export call the model on the inputs of a batch, but "
         f"{why}, and the batch is {shown}. Pass the function to compute, as in "
-        f"trainer.predict(data, lambda model, batch: model(batch[{first!r}]))."
+        f"trainer.predict(data, lambda model, batch: model(batch[{first!r}])), or model(batch) if "
+        "all of it is the inputs."
     )
 
 

@@ -406,7 +406,8 @@ def starting_position(
         TypeError: If `epochs` or `initial_epoch` is not an integer.
         ValueError: If one of them is out of range, or there would be nothing to train.
     """
-    require_int("epochs", epochs)
+    fix = "For example: trainer.fit(data, epochs=10, validation_data=validation_data)."
+    require_int("epochs", epochs, fix=fix)
     position = copy.copy(position)
     if initial_epoch is not None:
         require_int("initial_epoch", initial_epoch, least=0)
