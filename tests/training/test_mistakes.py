@@ -602,9 +602,21 @@ def test_resumed_callback_of_another_metric_is_rejected(tmp_path):
     trainer.fit((X, Y), 1, callbacks=stopping("loss"), **options)  # another training
 
 
-def test_restore_best_weights_of_keras_is_answered():
-    with raises(TypeError, names="restore_best_weights", fix="trainer.restore(directory, 'best')"):
-        mirror.callbacks.EarlyStopping("val_loss", restore_best_weights=True)
+OPTIONS_OF_CALLBACKS = {
+    "Keras' stopping": ("EarlyStopping", {"restore_best_weights": True}, "trainer.restore(directory, 'best')"),
+    "Keras' checkpoint": ("Checkpoint", {"directory": "x", "save_best_only": True}, "monitor='val_loss'"),
+    "Lightning's checkpoint": ("Checkpoint", {"save_top_k": 3, "dirpath": "x"}, "monitor='val_loss'"),
+    "Keras' TensorBoard": ("TensorBoard", {"log_dir": "x"}, "directory"),
+    "Keras' log": ("CSVLogger", {"filename": "x.csv"}, "Its name is file"),
+    "Profiler": ("Profiler", {"logdir": "x"}, "steps=(5, 10)"),
+    "LearningRate": ("LearningRate", {"monitor": "x"}, "LearningRate(schedule=None)"),
+}  # fmt: skip
+
+
+@rows("name, options, fix", OPTIONS_OF_CALLBACKS)
+def test_options_of_callbacks_of_other_libraries_are_answered(name, options, fix):
+    with raises(TypeError, names=name, fix=["The signature is", fix]):
+        getattr(mirror.callbacks, name)(**options)
 
 
 def test_scalar_metric_is_told_to_return_values():
