@@ -1,5 +1,6 @@
 """The constructor of a strategy, compared with `tf.distribute.MirroredStrategy`."""
 
+import contextlib
 import copy
 import pickle
 
@@ -119,10 +120,20 @@ def test_devices_of_other_processes_are_rejected(devices, first):
         mirror.MirroredStrategy(devices)
 
 
-def test_cluster_in_the_environment_is_ignored(monkeypatch):
-    cluster = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
-    monkeypatch.setenv("TF_CONFIG", cluster)
-    assert mirror.MirroredStrategy().devices == tuple(CPUS)
+CLUSTERS = {
+    "a worker": ('{"worker": ["a:1", "b:1"]}', "worker", "process 1 of 2"),
+    "the evaluator": ('{"worker": ["a:1", "b:1"], "evaluator": ["c:1", "d:1"]}', "evaluator", ""),
+    "parameter servers": ('{"ps": ["a:1"], "worker": ["b:1", "c:1"]}', "worker", ""),
+    "no JSON": ("{", "worker", ""),
+}
+
+
+@rows("cluster, task, warning", CLUSTERS)
+def test_cluster_in_the_environment_is_a_warning(cluster, task, warning, monkeypatch):
+    config = f'{{"cluster": {cluster}, "task": {{"type": "{task}", "index": 1}}}}'
+    monkeypatch.setenv("TF_CONFIG", config)
+    with pytest.warns(UserWarning, match=warning) if warning else contextlib.nullcontext():
+        assert mirror.MirroredStrategy().devices == tuple(CPUS)
 
 
 def test_all_reduce_is_the_default():

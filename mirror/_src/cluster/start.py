@@ -1,5 +1,6 @@
 """`initialize`: joins this process to its job, whose processes must have the same settings."""
 
+import contextlib
 import logging
 import math
 import os
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 
 from mirror._src.base.errors import expected, first_line, require_secs
+from mirror._src.base.naming import warn_user
 from mirror._src.base.optional import version_of
 from mirror._src.base.tracebacks import api_boundary
 from mirror._src.cluster import store
@@ -234,6 +236,20 @@ def resolver_of_environment() -> ClusterResolver | None:
     if os.environ.get("SLURM_STEP_NODELIST") and int(os.environ.get("SLURM_NTASKS") or 1) > 1:
         return SlurmClusterResolver()
     return None
+
+
+def warn_if_alone() -> None:
+    """Warns of a process of a `TF_CONFIG` cluster that trains apart from the others."""
+    member = None
+    if os.environ.get("TF_CONFIG") and store.process_count() == 1:
+        with contextlib.suppress(ValueError, TypeError, NotImplementedError):
+            member = TFConfigClusterResolver().membership()
+    if member is not None and member.num_processes > 1:
+        warn_user(
+            f"This is process {member.process_id} of {member.num_processes}, but a "
+            "MirroredStrategy trains with the devices of this process only, and the other "
+            "processes train other models. Use mirror.MultiWorkerMirroredStrategy()."
+        )
 
 
 def _require_not_started(member: Membership) -> None:

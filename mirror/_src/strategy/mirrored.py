@@ -135,6 +135,7 @@ class MirroredStrategy(Strategy):
             placed = ReplicaDevices(replica_devices, reduce_device(ops), axis_name)
         placed.slice_bytes = slice_bytes(placed, ops, shard)
         super().__init__(placed, ops, shard=shard)
+        start.warn_if_alone()
         _logger.info("Using MirroredStrategy with devices %s", backend.names(replica_devices))
 
     @api_boundary
