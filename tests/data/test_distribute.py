@@ -193,7 +193,7 @@ MESSAGES = [
     (2, "error", [{"x": np.array(["a", "b"])}], {"names": "batch['x']", "values": ["<U1[2]", "<U1"]}),
     (2, "error", [{"x": np.array([None, 1])}], {"names": "batch['x']", "values": ["object[2]", "object"]}),
     (2, "error", ["text"], {"names": "batch", "values": ["'text'", "str", "<U4"]}),
-    (2, "error", [mirror.PerReplica([np.ones(2)] * 2)], {"names": ["batch", "PerReplica"], "fix": "distribute_dataset"}),
+    (2, "error", [mirror.PerReplica([np.ones(2)] * 2)], {"names": ["batch", "PerReplica"], "fix": "dataset itself"}),
 ]  # fmt: skip
 
 

@@ -694,6 +694,23 @@ def mean_over_the_axes_of_a_batch():
     batch().mean()
 
 
+METHODS_OF_FUNCTIONS = {
+    "init": "strategy.init(",
+    "distribute_datasets_from_function": "InputContext",
+    "distribute_values_from_function": "ValueContext",
+}
+mistakes(
+    {
+        f"{name} of a value": (
+            lambda name=name: getattr(strategy(), name)([np.ones(4)]),
+            TypeError,
+            says(names="fn", values="callable", fix=fix),
+        )
+        for name, fix in METHODS_OF_FUNCTIONS.items()
+    }
+)
+
+
 # Devices
 
 

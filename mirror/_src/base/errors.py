@@ -134,6 +134,12 @@ def expected(name: str, value: object, what: str, fix: str = "") -> str:
     return f"`{name}` must be {what}, got {describe(value)}. {fix}".rstrip()
 
 
+def require_callable(name: str, value: Any, fix: str) -> None:
+    """Rejects an argument that is not callable, by a `TypeError`."""
+    if not callable(value):
+        raise TypeError(expected(name, value, "callable", fix))
+
+
 def require_int(name: str, value: Any, least: int = 1, fix: str = "") -> None:
     """Rejects an argument that is not an integer of at least `least`.
 

@@ -119,7 +119,10 @@ def array_of(name: str, leaf: Any) -> Any:
         ValueError: If it is a deleted array.
     """
     if isinstance(leaf, PerReplica):
-        raise TypeError(f"{name} is a PerReplica, but distribute_dataset expects global batches.")
+        raise TypeError(
+            f"{name} is a PerReplica, but distribute_dataset expects global batches. Pass the "
+            "dataset itself, not its distributed batches."
+        )
     is_traced = isinstance(leaf, jax.core.Tracer)
     if isinstance(leaf, jax.Array) and not is_traced and leaf.is_deleted():
         raise ValueError(

@@ -273,6 +273,8 @@ def explained(relation: Relation, n: int) -> str:
 
 
 def _place(cause: Cause) -> str:
+    if cause.line == "an unknown line":  # of mirror's own mean
+        return cause.op
     is_name = cause.op in ("input", "merge")
     return f"{cause.op} {cause.line}" if is_name else f"{cause.op} at {cause.line}"
 

@@ -6,7 +6,7 @@ from typing import Any, final
 import jax
 from flax import nnx
 
-from mirror._src.base.errors import expected, require_secs
+from mirror._src.base.errors import expected, require_callable, require_secs
 from mirror._src.base.naming import name_of
 from mirror._src.base.public_names import set_module
 from mirror._src.base.tracebacks import api_boundary
@@ -162,9 +162,8 @@ class ClusterCoordinator:
         Raises:
             TypeError: If `dataset_fn` is not callable, or cannot be pickled.
         """
-        if not callable(dataset_fn):
-            fix = "Pass a function that returns the dataset."
-            raise TypeError(expected("dataset_fn", dataset_fn, "callable", fix))
+        fix = "Pass a function that returns the dataset."
+        require_callable("dataset_fn", dataset_fn, fix)
         return PerWorkerDataset(
             self._served.engine.next_key, self._served.engine.export(dataset_fn)
         )

@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mirror._src.base.errors import counted, expected, listing, nearest, require_int
+from mirror._src.base.errors import (
+    counted,
+    expected,
+    listing,
+    nearest,
+    require_callable,
+    require_int,
+)
 from mirror._src.base.public_names import set_module
 from mirror._src.base.types import Array
 from mirror._src.ps.placement import Leaf, Placement
@@ -159,9 +166,8 @@ class ServerTable(nnx.Variable[Any]):
             )
         for size in shape:
             require_int("shape", size, fix="For example (1000, 4).")
-        if not callable(first_rows):
-            fix = "For example lambda start, stop: np.zeros((stop - start, 4))."
-            raise TypeError(expected("first_rows", first_rows, "callable", fix))
+        fix = "For example lambda start, stop: np.zeros((stop - start, 4))."
+        require_callable("first_rows", first_rows, fix)
         rows = ServerRows(tuple(shape), np.dtype(dtype))
         rows.first_rows, rows.kept = first_rows, []
         super().__init__(rows)
@@ -189,8 +195,7 @@ class SparseTables:
         for name, function in self.functions.items():
             if not isinstance(name, str):
                 raise TypeError(expected("sparse", name, "a dict by names of variables", _EXAMPLE))
-            if not callable(function):
-                raise TypeError(expected(f"sparse[{name!r}]", function, "callable", _EXAMPLE))
+            require_callable(f"sparse[{name!r}]", function, _EXAMPLE)
 
     def require_in(self, leaves: Iterable[Leaf], on_servers: Collection[str] = ()) -> None:
         """Checks that a model has the tables, and those that are on servers only are among them.

@@ -21,7 +21,7 @@ from typing import (
 
 import jax
 
-from mirror._src.base.errors import counted, expected, require_int
+from mirror._src.base.errors import counted, expected, require_callable, require_int
 from mirror._src.base.keras_library import is_model
 from mirror._src.base.naming import is_our_module, keys
 from mirror._src.base.public_names import set_module
@@ -239,6 +239,7 @@ class Strategy(abc.ABC):
         (256, 512)
         """
         require_cross_replica(self, "init", "Call it outside the step.")
+        require_callable("fn", fn, "For example strategy.init(model.init, key, x).")
         with self.scope():
             return create(self._replicas, fn, args, kwargs)
 
@@ -565,6 +566,7 @@ class Strategy(abc.ABC):
         """
         method = "distribute_datasets_from_function"
         require_cross_replica(self, method, "Pass batches to the step.")
+        require_callable("fn", fn, "Pass a function of an InputContext that returns the dataset.")
         processes = (process_count(), process_index()) if self._spans_processes else (1, 0)
         source = fn(InputContext(*processes, self.num_replicas_in_sync))
         return PerReplicaDataset(source, self._replicas, prefetch)
@@ -592,6 +594,7 @@ class Strategy(abc.ABC):
         """
         method = "distribute_values_from_function"
         require_cross_replica(self, method, "Create the value in the step.")
+        require_callable("fn", fn, "Pass a function of a ValueContext: lambda context: value.")
         n, ids = self.num_replicas_in_sync, self.local_replica_ids
         trees = [copied(fn(ValueContext(i, n))) for i in ids]  # `fn` may refill one buffer
         treedef: Any

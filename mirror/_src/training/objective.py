@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from mirror._src.base.errors import describe, expected, require_int
+from mirror._src.base.errors import describe, expected, require_callable, require_int
 from mirror._src.base.naming import name_of, warn_user
 from mirror._src.base.types import Array, PyTree, accumulator, is_half, widened
 from mirror._src.engine.examples import masking
@@ -180,9 +180,9 @@ class Objective:
                 )
             if labels is not None:
                 self._labels = Labels(labels, num_classes)
-        if penalty is not None and not callable(penalty):
+        if penalty is not None:
             fix = "Pass a function of the model that returns a scalar."
-            raise TypeError(expected("penalty", penalty, "callable", fix))
+            require_callable("penalty", penalty, fix)
         self._penalty = penalty
         self.precision = Precision(None) if precision is None else precision
         self.evaluated: tuple[str, ...] = ()
