@@ -716,15 +716,7 @@ _OF_RUN = (
         likely="donat",
     ),
     Fault(
-        "a group of batches that the loader overwrites",
-        "mirror/_src/data/padded.py",
-        "yield batch if is_last else batch._replace(batch=batch.batch.with_own_buffers())",
-        "yield batch",
-        ("tests/laws/test_refilled_buffers.py",),
-        likely="overwritten",
-    ),
-    Fault(
-        "batches of replicas that the loader overwrites",
+        "batches of a group that the loader overwrites",
         "mirror/_src/data/foreign.py",
         "group.append(batch if len(group) == count - 1 else copied(batch))",
         "group.append(batch)",
@@ -1842,7 +1834,7 @@ _OF_CHECKS = (
     Fault(
         "a model of Keras that verify changes",
         "mirror/_src/keras/verify.py",
-        "            model.reset_metrics()\n            _assign(everything, saved)\n",
+        "            model.reset_metrics()\n            assign(everything, saved)\n",
         "            model.reset_metrics()\n",
         ("tests/keras/test_checks.py",),
         likely="verify",

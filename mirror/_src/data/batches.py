@@ -11,7 +11,6 @@ from mirror._src.base.errors import describe, expected, listing
 from mirror._src.base.foreign_arrays import is_packed, is_sparse, to_array
 from mirror._src.base.naming import keys
 from mirror._src.base.types import PyTree, is_long, is_numeric
-from mirror._src.data.foreign import copied
 from mirror._src.devices.transfer import require_fits
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 
@@ -40,10 +39,6 @@ class HostBatch(NamedTuple):
     def map(self, fn: Callable[[Any], Any]) -> PyTree:
         """Returns the tree with `fn` applied to each leaf."""
         return self.treedef.unflatten(map(fn, self.leaves))
-
-    def with_own_buffers(self) -> "HostBatch":
-        """Returns the batch with buffers of its own."""
-        return self._replace(leaves=tuple(copied(self.leaves)))
 
     def part(self, rows: slice) -> "HostBatch":
         """Returns some of the examples of the batch."""

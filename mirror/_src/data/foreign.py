@@ -3,14 +3,16 @@
 import itertools
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from mirror._src.base.foreign_arrays import is_array
-from mirror._src.base.types import PyTree
 from mirror._src.devices.transfer import without_alias
+
+T = TypeVar("T")
+"""A batch."""
 
 _MAKES_BATCHES = {
     "datasets": "Batch the dataset first: dataset.with_format('numpy').batch(batch_size).",
@@ -26,14 +28,15 @@ def advice(source: Any) -> str:
     return next((_MAKES_BATCHES[name] for name in libraries if name in _MAKES_BATCHES), "")
 
 
-def copied(tree: PyTree) -> PyTree:
+def copied(tree: T) -> T:
     """Returns a batch whose buffers are its own: loaders overwrite theirs after each `next`."""
-    return jax.tree.map(_copied, tree)
+    copy: T = jax.tree.map(_copied, tree)
+    return copy
 
 
-def taken(batches: Iterator[PyTree], count: int) -> list[PyTree]:
+def taken(batches: Iterator[T], count: int) -> list[T]:
     """Returns up to `count` next batches, of which a later `next` overwrites none but the last."""
-    group: list[PyTree] = []
+    group: list[T] = []
     for batch in itertools.islice(batches, count):
         group.append(batch if len(group) == count - 1 else copied(batch))
     return group

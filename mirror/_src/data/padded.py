@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import operator
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -20,6 +20,7 @@ from mirror._src.data.batches import (
     padded_size,
     shape_on_devices,
 )
+from mirror._src.data.foreign import taken
 from mirror._src.data.input import InputBatch, Pass, Plan
 from mirror._src.data.source import (
     DistributedDatasetBase,
@@ -137,17 +138,11 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
     ) -> Generator[PaddedBatch, None, None]:
         with contextlib.closing(steps):
             batches = itertools.islice(steps, most)
-            while group := list(self._group_of(batches)):
+            while group := taken(batches, self._group):
                 sizes = tuple(batch.num_examples for batch in group)
                 states = tuple(batch.states for batch in group)
                 placed = self._placed(group)
                 yield PaddedBatch(*placed, len(group), sum(sizes), sizes=sizes, states=states)
-
-    def _group_of(self, batches: Iterator[InputBatch]) -> Iterator[InputBatch]:
-        """Yields the next group; a source may overwrite a batch once the next one is read."""
-        for number, batch in enumerate(itertools.islice(batches, self._group), 1):
-            is_last = number == self._group
-            yield batch if is_last else batch._replace(batch=batch.batch.with_own_buffers())
 
     def _placed(self, group: list[InputBatch]) -> tuple[PyTree, PerReplica]:
         full = group[-1].full  # the largest: it never shrinks
