@@ -27,6 +27,7 @@ from mirror._src.engine.plan import (
 from mirror._src.engine.reduce_op import ReduceOp
 from mirror._src.engine.replica_context import replica
 from mirror._src.engine.replica_function import TracedStep
+from mirror._src.engine.variable import Variable
 from mirror._src.jaxprs.marks import Mark
 from mirror._src.jaxprs.origins import lost_updates, summed_noise
 from mirror._src.jaxprs.proof import Notes, prove
@@ -115,7 +116,10 @@ def analyze(
         require_means(slots, [aval.dtype for aval in avals[len(results) :]], averaged)
     if diverging:
         causes = (f"{slots[i][1]}: {cause(after[i], names)}" for i in diverging)
-        problems.append(divergence_message(step.name, causes))
+        message = divergence_message(step.name, causes)
+        if any(issubclass(slots[i][0].kind, Variable) for i in diverging):
+            message += '\nOr let the variable do it: mirror.Variable(..., aggregation="mean").'
+        problems.append(message)
     drift = drift_message(call, step, avals[: len(results)], results, names)
     problems += [drift] if drift else []
     if problems and not reports:
