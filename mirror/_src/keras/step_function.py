@@ -62,7 +62,8 @@ class BatchPlacer:
             StopIteration: At the end.
             TypeError: If it is not a global batch of numbers.
         """
-        ahead = self._next.pop(iterator, None) if self._reads_ahead(iterator) else None
+        is_ahead = self._is_ahead and _is_key(iterator)
+        ahead = self._next.pop(iterator, None) if is_ahead else None
         batch, error = ahead or self._loaded(iterator)
         if error is not None:
             raise error
@@ -70,17 +71,8 @@ class BatchPlacer:
 
     def take_ahead(self, iterator: Iterator[PyTree]) -> None:
         """Loads the batch that the next `take` returns, on accelerators."""
-        if self._reads_ahead(iterator):
+        if self._is_ahead and _is_key(iterator):
             self._next[iterator] = self._loaded(iterator)
-
-    def _reads_ahead(self, iterator: Iterator[PyTree]) -> bool:
-        """Whether the next batch of this iterator is loaded while the devices compute.
-
-        A batch that waits must not outlive its iterator, which is therefore the key in a weak
-        dictionary. Some iterators cannot be such keys, for example the iterators of lists.
-        """
-        kind = type(iterator)
-        return self._is_ahead and kind.__weakrefoffset__ != 0 and kind.__hash__ is not None
 
     def _loaded(self, iterator: Iterator[PyTree]) -> tuple[PyTree, BaseException | None]:
         try:
@@ -117,9 +109,9 @@ class BatchPlacer:
         n = len(self._replicas.on_mesh)
         size = next((leaf.shape[0] for leaf in leaves if leaf.ndim), 0)
         self._may_warn &= size % n > 0
-        if not self._may_warn:
-            return
         reader: Any = self if self._kind == "train" else iterator
+        if not (self._may_warn and _is_key(reader)):
+            return
         if reader in self._whole:
             self._may_warn = False
             warn_user(
@@ -128,8 +120,16 @@ class BatchPlacer:
                 f"it faster. Use a batch size of {nearest_multiples(size, n)}.",
                 "keras",
             )
-        with contextlib.suppress(TypeError):  # some iterators cannot be referenced weakly
-            self._whole.add(reader)
+        self._whole.add(reader)
+
+
+def _is_key(iterator: Any) -> bool:
+    """Whether a weak dictionary can have this key: a list's iterator cannot be one.
+
+    A batch that waits, or a note of one, must not outlive its iterator.
+    """
+    kind = type(iterator)
+    return kind.__weakrefoffset__ != 0 and kind.__hash__ is not None
 
 
 def _is_ready(leaf: Any) -> bool:
