@@ -88,7 +88,7 @@ class Unhashable(Slots):
 def test_iterators_that_cannot_be_remembered_are_not_read_ahead(accelerators, subtests):
     for iterator in [lambda rows: iter(list(rows)), Slots, Unhashable]:
         with subtests.test(iterator=iterator):
-            batches, place = iterator(rows([5, 5], [])), placer()  # nor warned of
+            batches, place = iterator(rows([5, 5], [])), placer(kind="test")
             for i in range(2):
                 np.testing.assert_array_equal(place.take(batches)[0], np.full((5, 3), i))
                 place.take_ahead(batches)
