@@ -77,18 +77,18 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(1100, 14, 14),
+    "base": Size(1103, 14, 14),
     "devices": Size(2153, 16, 26),
     "cluster": Size(1165, 7, 20),
     "jaxprs": Size(3308, 16, 30),
     "passes": Size(2685, 16, 34),
-    "engine": Size(5528, 31, 73),
-    "inspection": Size(2133, 9, 23),
-    "data": Size(1380, 10, 25),
-    "keras": Size(500, 5, 5),
-    "strategy": Size(1031, 6, 8),
-    "training": Size(5668, 32, 64),
-    "ps": Size(3572, 20, 67),
+    "engine": Size(5531, 31, 73),
+    "inspection": Size(2135, 9, 23),
+    "data": Size(1392, 10, 25),
+    "keras": Size(499, 5, 5),
+    "strategy": Size(1035, 6, 8),
+    "training": Size(5674, 32, 64),
+    "ps": Size(3569, 20, 67),
     "tools": Size(3009, 24, 30),
 }
 
