@@ -22,16 +22,19 @@ def repeated_until_interrupted() -> Iterator[Callable[[float, Callable[[], objec
             try:
                 armed.append(True)
                 signal.setitimer(signal.ITIMER_REAL, secs, 0.1)
-                while armed:
-                    try:
-                        fn()
-                    except Exception as error:  # JAX's C++ turns an interrupt into an error
-                        if "KeyboardInterrupt" in str(error):
-                            raise KeyboardInterrupt from error
-                        raise
+                call_while_armed(fn)
             finally:
                 armed.clear()  # after an error, no interrupt may end the whole test session
             raise KeyboardInterrupt  # it arrived in a weakref's callback, where Python drops it
+
+    def call_while_armed(fn):  # see tests/base/test_loops.py
+        while armed:
+            try:
+                fn()
+            except Exception as error:  # JAX's C++ turns an interrupt into an error
+                if "KeyboardInterrupt" in str(error):
+                    raise KeyboardInterrupt from error
+                raise
 
     before = signal.signal(signal.SIGALRM, on_alarm)
     try:

@@ -260,8 +260,11 @@ def _grouped(texts: Sequence[str]) -> str:
 
 def sweep() -> None:
     """Deletes the keys of topics that all processes have closed. Only for process 0."""
+
+    def is_over(key: str) -> bool:
+        return len(store.get_all(f"{key}/closed")) == store.process_count()
+
     with _lock:
-        for key in list(_closed):
-            if len(store.get_all(f"{key}/closed")) == store.process_count():
-                store.delete(f"{key}/")
-                _closed.remove(key)
+        for key in [*filter(is_over, _closed)]:
+            store.delete(f"{key}/")
+            _closed.remove(key)

@@ -7,6 +7,7 @@ removes it. Delete this file when no supported JAX needs it.
 """
 
 import contextlib
+import itertools
 import threading
 from collections import deque
 from typing import Any
@@ -64,7 +65,7 @@ class Uncounted:
 def forget_finished() -> None:
     """Drops the references to results of finished eager work."""
     with _lock:
-        while _in_flight and has_finished(_in_flight[0]):
+        for _ in [*itertools.takewhile(has_finished, _in_flight)]:
             _in_flight.popleft()
 
 

@@ -156,6 +156,9 @@ class Launch:
         return [i for i in self.local_replicas if not shards or device_of[i] in running]
 
 
+_HAS_ENDED = operator.attrgetter("has_ended")
+
+
 def has_finished(output: Any) -> bool:
     """Whether an array is ready or deleted, without waiting."""
     # Both calls run in C, so that no other thread can delete the array in between: `is_ready` of a
@@ -195,7 +198,7 @@ class LaunchLog:
         """Adds a launch, and forgets the first ones if they have ended."""
         launch = Launch(next(self._numbers), described, compiles=compiles)
         with self._lock:
-            while self._launches and self._launches[0].has_ended:
+            for _ in [*itertools.takewhile(_HAS_ENDED, self._launches)]:
                 self._launches.popleft()
             self._launches.append(launch)
             if described.spans_processes:
@@ -206,7 +209,7 @@ class LaunchLog:
     def unfinished(self) -> list[Launch]:
         """Returns the launches that have not ended, oldest first."""
         with self._lock:
-            return [launch for launch in self._launches if not launch.has_ended]
+            return [*itertools.filterfalse(_HAS_ENDED, self._launches)]
 
     def compiled(self, event: str, duration_secs: float, **details: str | int) -> None:
         """Listens to JAX: a program was compiled in this thread, and runs now."""

@@ -106,7 +106,8 @@ def unlisted_platforms() -> list[str]:
     """Returns the platforms whose GPUs JAX may have, if NVML cannot list them."""
     drivers = {"cuda": _has_driver(), "rocm": os.path.exists(_DRIVER_OF_ROCM)}
     with _nvml() as nvml:
-        return [name for name, is_there in drivers.items() if is_there and nvml is None]
+        is_listed = nvml is not None
+    return [name for name, is_there in drivers.items() if is_there and not is_listed]
 
 
 def _has_driver() -> bool:
