@@ -138,7 +138,7 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
     ) -> Generator[PaddedBatch, None, None]:
         with contextlib.closing(steps):
             batches = itertools.islice(steps, most)
-            while group := taken(batches, self._group):
+            for group in iter(lambda: taken(batches, self._group), []):
                 sizes = tuple(batch.num_examples for batch in group)
                 states = tuple(batch.states for batch in group)
                 placed = self._placed(group)
