@@ -78,8 +78,8 @@ def test_imports_have_no_cycles():
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
     "base": Size(1103, 14, 14),
-    "devices": Size(2153, 16, 26),
-    "cluster": Size(1165, 7, 20),
+    "devices": Size(2155, 16, 26),
+    "cluster": Size(1166, 7, 20),
     "jaxprs": Size(3308, 16, 30),
     "passes": Size(2685, 16, 34),
     "engine": Size(5531, 31, 73),
