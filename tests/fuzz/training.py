@@ -353,7 +353,7 @@ def broken(case: Case) -> str:
         return "not refused"
     if case.is_warned_of:
         texts = [str(warning.message) for warning in warned]
-        return "" if any("accumulate_steps=" in text for text in texts) else "not warned of"
+        return "" if any("accumulate_steps" in text for text in texts) else "not warned of"
     if any("one device with the whole batch" in str(warning.message) for warning in warned):
         return "warned of"
     rtol = 0.08 if case.precision == "bfloat16" else 2e-4
