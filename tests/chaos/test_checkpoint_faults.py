@@ -12,6 +12,8 @@ import subprocess
 import threading
 import time
 import zlib
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +26,7 @@ from mirror import load_checkpoint as load
 from tests.support import inside
 from tests.support.checkpoints import START, path_of, same, steps_in
 from tests.support.messages import assert_message, raises
-from tests.support.tables import mostly_slow
+from tests.support.tables import mostly_slow, rows
 
 CheckpointStore = inside.checkpoint_store()
 LOWEST = ("loss", "min")
@@ -240,6 +242,113 @@ def test_two_checkpoint_callbacks_work_in_one_fit(tmp_path):
     callbacks = [Checkpoint(tmp_path / "best", monitor="loss"), Checkpoint(tmp_path / "last")]
     trainer.fit(data, epochs=8, callbacks=callbacks, progress=False)
     assert load(tmp_path / "best").step == load(tmp_path / "last").step == trainer._position.step
+
+
+class AtStep(mirror.callbacks.Callback):
+    def __init__(self, step: int, call: Callable[[Any], object]):
+        self.step, self.call = step, call
+
+    def on_step(self, fit):
+        if fit.position.step == self.step:
+            self.call(fit)
+
+
+def train(directory, trainer=None, at=(0, None), epochs=4, **options) -> mirror.Trainer:
+    """Trains for 3 steps an epoch, and calls a function after one of them."""
+    trainer = trainer or small_trainer()[0]
+    checkpoint = mirror.callbacks.Checkpoint(directory, every_steps=1, **options)
+    with contextlib.suppress(KeyboardInterrupt):
+        trainer.fit(small_trainer()[1], epochs, callbacks=[checkpoint, AtStep(*at)], progress=False)
+    return trainer
+
+
+def interrupt(_) -> None:
+    raise KeyboardInterrupt
+
+
+def interrupted(directory, trainer=None) -> mirror.Trainer:
+    return train(directory, trainer, (4, interrupt))
+
+
+def saved_by_two(directory) -> None:
+    first, second = (train(directory / name, epochs=1) for name in "ab")
+    for trainer in (first, second, first):
+        trainer.save(directory)
+
+
+OTHER_TRAININGS = {
+    "same step": lambda d: train(d, at=(5, lambda _: train(d, keep=None)), keep=None),
+    "deleted by keep": lambda d: train(d, at=(11, lambda _: train(d, epochs=1)), keep=1),
+    "restored from it": lambda d: train(d, at=(5, lambda _: train(d, restored(d)))),
+    "before it resumes": lambda d: train(d, [interrupted(d), train(d)][0]),
+    "save": saved_by_two,
+}
+
+
+@rows("train_both", OTHER_TRAININGS)
+def test_checkpoints_of_another_training_are_not_lost(train_both, tmp_path_factory):
+    """Neither replaced nor deleted, if it has written them since this training began."""
+    directory = tmp_path_factory.mktemp("row")
+    with raises(OSError, names="another training", values=[directory, "step-"], fix="directory"):
+        train_both(directory)
+
+
+def restored(directory) -> mirror.Trainer:
+    trainer = small_trainer()[0]
+    trainer.restore(directory)
+    return trainer
+
+
+def emptied(directory, *, restores: bool) -> None:
+    """A directory that is away for a while, as that of a disk that fails."""
+    away = directory.with_name(f"{directory.name}-away")
+
+    def leave(_: Any) -> None:
+        shutil.copytree(directory, away)
+        for path in directory.glob("step-*"):
+            path.unlink()
+
+    def come_back(_: Any) -> None:
+        shutil.copytree(away, directory, dirs_exist_ok=True)
+
+    train(directory, epochs=2)
+    trainer = restored(directory) if restores else None
+    first = 6 if restores else 0
+    at = AtStep(first + 2, leave), AtStep(first + 5, come_back)
+    checkpoint = mirror.callbacks.Checkpoint(directory, every_steps=1, asynchronous=False)
+    (trainer or small_trainer()[0]).fit(
+        small_trainer()[1], 6, callbacks=[*at, checkpoint], progress=False
+    )
+
+
+SAME_TRAINING = {
+    "one after the other": lambda d: [train(d), train(d)],
+    "resumed": lambda d: train(d, interrupted(d)),
+    "restored": lambda d: [interrupted(d), train(d, restored(d)), train(d, restored(d), epochs=5)],
+    "restored by the same": lambda d: [(t := interrupted(d)), train(d), t.restore(d), train(d, t)],
+    "again": lambda d: train(d, train(d)),
+    "again after another": lambda d: [(t := train(d)), train(d), train(d, t)],
+    "saved in a callback": lambda d: train(d, at=(4, lambda fit: fit.trainer.save(d)), keep=1),
+    "saved afterwards": lambda d: train(d, keep=1).save(d),
+    "the best": lambda d: [train(d, monitor="loss"), train(d, monitor="loss", keep=1)],
+    "other steps": lambda d: train(d, at=(11, lambda _: train(d, epochs=1)), keep=None),
+    "emptied": lambda d: emptied(d, restores=False),
+    "emptied and restored": lambda d: emptied(d, restores=True),
+}
+
+
+@rows("train_twice", SAME_TRAINING)
+def test_checkpoints_of_the_same_training_are_replaced(train_twice, tmp_path_factory):
+    """Also those that a training has found when it began."""
+    train_twice(tmp_path_factory.mktemp("row"))
+
+
+def test_two_checkpoint_callbacks_work_in_one_directory(tmp_path):
+    trainer, data = small_trainer()
+    Checkpoint = mirror.callbacks.Checkpoint
+    callbacks = [Checkpoint(tmp_path, monitor="loss"), Checkpoint(tmp_path, every_steps=2, keep=1)]
+    trainer.fit(data, epochs=4, callbacks=callbacks, progress=False)
+    assert load(tmp_path).step == trainer._position.step
 
 
 def write_until_killed(directory, said) -> None:

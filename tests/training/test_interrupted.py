@@ -109,6 +109,7 @@ def ending(trainer) -> tuple[dict, dict]:
     """Returns the weights, and all of the position but durations."""
     arrays, position = checkpoint_state(trainer)
     position["history"] = {**position["history"], "seconds": None}
+    del position["training"]  # random
     return {name: np.asarray(x).tobytes() for name, x in arrays.items()}, copy.deepcopy(position)
 
 

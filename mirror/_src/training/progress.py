@@ -3,10 +3,12 @@
 import copy
 import json
 import math
+import secrets
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import jax
@@ -203,8 +205,10 @@ class Position:
         data: The rows of in-memory data and their order; empty for other data.
         loader: States of the data loader after these examples, one per process with a local input;
             None if it has none. Only the chief knows the states of others.
+        training: Random id. A training that is restored has a new one.
         iterator: Function that returns the iterator that the pass reads, or None. Not in
             checkpoints.
+        found: For `CheckpointStore`, by directory. Not in checkpoints.
     """
 
     def __init__(self) -> None:
@@ -219,6 +223,7 @@ class Position:
         self.data = ""
         self.loader: Sequence[Any] | None = None
         self.iterator: Callable[[], Any] = lambda: None
+        self.training, self.found = secrets.token_hex(8), dict[Path, set[int]]()
         self.meter, self.history = MetricAccumulator(), History()
         self.callbacks: dict[str, Any] = {}
 
@@ -294,7 +299,7 @@ class Position:
         for name, state in self.callbacks.items():
             _require_json(name, state)
         state = {**vars(self), "meter": self.meter.to_dict(), "history": self.history.to_dict()}
-        del state["iterator"]
+        del state["iterator"], state["found"]
         return state
 
     @classmethod

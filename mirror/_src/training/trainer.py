@@ -712,7 +712,8 @@ class Trainer(Generic[M]):
             if not self._local.is_chief:
                 self._checkpoint_state()  # aggregating an "on_read" variable is a collective
                 return
-            with CheckpointStore(directory, asynchronous=False) as store:
+            found = self._position.found
+            with CheckpointStore(directory, asynchronous=False, found=found) as store:
                 arrays, position = self._checkpoint_state()
                 store.save(position["step"], arrays, position)
 

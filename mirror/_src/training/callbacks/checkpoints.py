@@ -53,7 +53,8 @@ class Checkpoint(Callback):
         ValueError: If a number is out of range or `mode` is unknown. In `fit`, if `monitor` is not
             a metric.
         TypeError: If a number has the wrong type.
-        OSError: In `fit`, if a checkpoint cannot be written.
+        OSError: In `fit`, if a checkpoint cannot be written, or would replace or delete one that
+            another training has written to the directory since this one began.
 
     >>> checkpoint = Checkpoint("ckpt", keep=2, monitor="loss")
     >>> history = trainer.fit(data, epochs=2, callbacks=checkpoint, progress=False)
@@ -101,6 +102,7 @@ class Checkpoint(Callback):
                 keep_last=self._keep,
                 keep_best=self._best,
                 asynchronous=self._asynchronous,
+                found=fit.position.found,
             )
 
     def on_epoch_begin(self, fit: FitLoop) -> None:

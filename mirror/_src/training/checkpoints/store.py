@@ -15,7 +15,7 @@ import stat
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -58,6 +58,8 @@ class CheckpointStore:
         keep_best: Name of a metric, and whether its best value is the `"min"` or the `"max"`. The
             best checkpoint is kept as well.
         asynchronous: Whether to write files in the background, one checkpoint at a time.
+        found: By directory, the `written` of the checkpoints that it contained when the training
+            began, which may be replaced. The store adds a directory that is missing.
 
     Raises:
         BlockingIOError: If another process writes to the directory; the message names it.
@@ -71,6 +73,7 @@ class CheckpointStore:
         keep_last: int | None = None,
         keep_best: Best | None = None,
         asynchronous: bool = True,
+        found: dict[Path, set[int]] | None = None,
     ) -> None:
         self.directory = absolute(directory)
         self._keep_last, self._keep_best, self._asynchronous = keep_last, keep_best, asynchronous
@@ -78,6 +81,11 @@ class CheckpointStore:
         self._closed = False
         self._lock = _make_ready(self.directory)
         self._release = weakref.finalize(self, self._lock.release)
+        found = {} if found is None else found
+        if self.directory not in found:
+            headers = map(_header, checkpoints_in(self.directory).values())
+            found[self.directory] = {header.get("written") for header in headers if header}
+        self._found = found[self.directory]
 
     def save(
         self,
@@ -189,11 +197,23 @@ class CheckpointStore:
         """Returns the step that `keep_best` keeps, or None if no checkpoint has the metric."""
         if self._keep_best is None:
             return None
-        headers = {}
-        for step, path in checkpoints_in(self.directory).items():
-            with contextlib.suppress(Exception):  # a damaged checkpoint is never the best
-                headers[step] = files.read_metadata(path)
-        return best_of(headers, self._keep_best)
+        headers = {step: _header(path) for step, path in checkpoints_in(self.directory).items()}
+        return best_of({s: header for s, header in headers.items() if header}, self._keep_best)
+
+    def _require_replaceable(self, paths: Iterable[Path], position: Mapping[str, Any]) -> None:
+        """Rejects to replace or delete what another training has written since this one began.
+
+        Raises:
+            FileExistsError: If one of the files is such a checkpoint.
+        """
+        for path in paths:
+            header = _header(path) or {"position": position}  # damaged, or deleted meanwhile
+            is_mine = header["position"].get("training") == position.get("training")
+            if not is_mine and header.get("written") not in self._found:
+                raise FileExistsError(
+                    f"another training has written {path.name} since this one began, which this "
+                    "save would replace or delete"
+                )
 
     def _write(
         self,
@@ -204,14 +224,17 @@ class CheckpointStore:
     ) -> None:
         metadata["arrays"] = files.entries_of(arrays)
         with self._lock.mutex:
+            self._require_replaceable([path], metadata["position"])
             metadata["written"] = next_written(self.directory)
             files.write(path, arrays, metadata | _kept_metrics(path, metadata))
             if self._keep_last is None:
                 return
             paths = checkpoints_in(self.directory)
             kept = {step, self.best(), *in_order_of_writing(paths)[-self._keep_last :]}
-            for other in paths.keys() - kept:
-                paths[other].unlink()
+            others = [paths[other] for other in paths.keys() - kept]
+            self._require_replaceable(others, metadata["position"])
+            for other in others:
+                other.unlink()
 
 
 @final
@@ -391,11 +414,17 @@ def _may_copy(arrays: Mapping[str, Any]) -> bool:
 
 def _kept_metrics(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the metrics of a checkpoint of the same arrays, if the new one has no metrics."""
-    with contextlib.suppress(Exception):  # no earlier checkpoint, or an unreadable one
-        earlier = files.read_metadata(path)
-        if not metadata["metrics"] and earlier["arrays"] == metadata["arrays"]:
-            return {name: earlier[name] for name in ("metrics", "keep_best")}
+    earlier = _header(path)
+    if earlier and not metadata["metrics"] and earlier["arrays"] == metadata["arrays"]:
+        return {name: earlier.get(name) for name in ("metrics", "keep_best")}
     return {}
+
+
+def _header(path: Path) -> dict[str, Any] | None:
+    """Returns what mirror knows about a checkpoint, or None if it is damaged or does not exist."""
+    with contextlib.suppress(Exception):
+        return files.read_metadata(path)
+    return None
 
 
 def _as_json(name: str, value: Any) -> Any:
