@@ -209,6 +209,74 @@ def test_parameters_that_the_loss_creates_are_an_error():
         trainer.fit(data, batch_size=4, progress=False)
 
 
+class Parts(nnx.Module):
+    def __init__(self):
+        self.out, self.unused = Net(nnx.Rngs(0)), Net(nnx.Rngs(1))
+        self.frozen = nnx.Param(jnp.ones(3))
+        self.count = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.count[...] += 1
+        return self.out(x) * jax.lax.stop_gradient(self.frozen[...])
+
+
+kernel = nnx.All(nnx.Param, nnx.PathContains("kernel"))
+LOSSES = {
+    # a loss, options of the trainer, and whether a parameter has a gradient
+    "stop_gradient": (lambda m, b: jax.lax.stop_gradient(cross_entropy(m, b)), {}, False),
+    "data only": (lambda m, b: jnp.square(b["x"]).sum(1), {}, False),
+    "constant": (lambda m, b: jnp.ones(len(b["y"])), {}, False),
+    "predictions": (lambda m, b: 1.0 * (m(b["x"]).argmax(-1) != b["y"]), {}, False),
+    "sign": (lambda m, b: jnp.sign(m(b["x"])).sum(-1), {}, False),
+    "frozen part": (lambda m, b: jnp.square(jax.lax.stop_gradient(m(b["x"]))).sum(1), {}, False),
+    "pieces": (lambda m, b: jnp.ones(len(b["y"])), {"accumulate_steps": 2}, False),
+    "group": (lambda m, b: jnp.ones(len(b["y"])), {"steps_per_execution": 2}, False),
+    "scaled": (lambda m, b: jnp.ones(len(b["y"])), {"loss_scale": mirror.LossScale()}, False),
+    "others of wrt": (lambda m, b: m.out.out.bias.sum() * b["x"][:, 0], {"wrt": kernel}, False),
+    "Weighted": (lambda m, b: mirror.Weighted(b["x"][:, 0], b["x"][:, 1]), {}, False),
+    "model": (cross_entropy, {}, True),
+    "pieces of it": (cross_entropy, {"accumulate_steps": 2}, True),
+    "group of it": (cross_entropy, {"steps_per_execution": 2}, True),
+    "scaled of it": (cross_entropy, {"loss_scale": mirror.LossScale()}, True),
+    "some of wrt": (cross_entropy, {"wrt": kernel}, True),
+    "weights only": (lambda m, b: mirror.Weighted(b["x"][:, 0], jnp.exp(m(b["x"]).sum(1))), {}, True),
+    "values only": (lambda m, b: mirror.Weighted(m(b["x"]).sum(1), b["x"][:, 1] ** 2), {}, True),
+    "penalty only": (lambda m, b: jnp.ones(len(b["y"])), {"penalty": lambda m: jnp.sum(m.frozen[...] ** 2)}, True),
+    "checkpoint": (jax.checkpoint(cross_entropy), {}, True),
+    "jitted": (nnx.jit(cross_entropy), {}, True),
+    "straight through": (lambda m, b: (z := m(b["x"])).sum(1) + jax.lax.stop_gradient(jnp.round(z) - z).sum(1), {}, True),
+}  # fmt: skip
+
+
+@rows("loss_fn, options, has_gradient", LOSSES)
+def test_loss_without_gradients_is_a_warning(loss_fn, options, has_gradient):
+    """Parts of the model may be frozen or unused."""
+    strategy = cpu_strategy(2)
+    trainer = mirror.Trainer(Parts(), optax.sgd(0.1), loss_fn, strategy=strategy, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.evaluate({"x": X, "y": Y}, batch_size=4)
+        assert not caught
+        trainer.fit({"x": X, "y": Y}, 2, batch_size=4, progress=False)
+        trainer.fit({"x": X, "y": Y}, 2, batch_size=8, progress=False)
+    found = [str(each.message) for each in caught if "gradients are 0" in str(each.message)]
+    assert len(found) == (not has_gradient), list(map(str, caught))
+
+
+def test_model_without_parameters_has_no_gradients_to_miss():
+    class Counter(nnx.Module):
+        def __init__(self):
+            self.count = nnx.Variable(jnp.zeros(()))
+
+    def loss_fn(model, batch):
+        model.count[...] += 1
+        return batch[:, 0]
+
+    mirror.Trainer(Counter(), optax.sgd(0.1), loss_fn, strategy=cpu_strategy(2)).fit(
+        X, batch_size=4, progress=False
+    )
+
+
 def test_loss_with_keywords_is_told_how_to_unpack():
     def loss_fn(model, *, x, y):
         return cross_entropy(model(x), y)

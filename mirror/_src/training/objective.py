@@ -138,6 +138,7 @@ class Objective:
         functions: All functions that a step calls, the loss first.
         inspect: A function that validates each batch on the host before it is split, or None.
         evaluated: Names of metrics that only evaluation computes, known after a trace.
+        is_constant: Whether a trace has found that no trained parameter has a gradient.
 
     Raises:
         TypeError: If `loss_fn` is neither a name nor a function `(model, batch)`, `penalty` is not
@@ -187,8 +188,9 @@ class Objective:
         self.precision = Precision(None) if precision is None else precision
         self.evaluated: tuple[str, ...] = ()
         self._half_precision: str | None = None  # the dtype of the losses, after a trace
+        self.is_constant = False
         self._is_traced = False  # since the last warnings
-        self._has_warned = self._is_examined = False
+        self._has_warned = self._is_examined = self._has_warned_of_constant = False
         self._sample_weight = sample_weight
         self.inspect = None if self._labels is None else self._labels.inspect
         self._class_weight = class_weight
@@ -211,7 +213,7 @@ class Objective:
             _factors(class_weight, self._labels.num_classes)
 
     def warn_after_trace(self, traced: Callable[[], ClosedJaxpr]) -> None:
-        """Warns, after a trace, of losses in half precision and of probabilities, each once.
+        """Warns, after a trace, of losses that may be a mistake, each once.
 
         mirror adds up losses in float32, and a loss may take logits that a model does not return.
 
@@ -228,6 +230,13 @@ class Objective:
                 f"The per-example losses of {name_of(self.loss_fn)} are {dtype}, with only "
                 f"{_DIGITS.get(dtype, 'few')} significant digits. Compute the loss in float32: "
                 "logits = logits.astype(jnp.float32)."
+            )
+        if self.is_constant and not self._has_warned_of_constant:
+            self._has_warned_of_constant = True
+            warn_user(
+                f"The losses of {name_of(self.loss_fn)} do not depend on the parameters that are "
+                "trained, so their gradients are 0. Compute the losses with the `model` that it "
+                "receives, without jax.lax.stop_gradient, argmax or comparisons."
             )
         is_examined, self._is_examined = self._is_examined, True
         if not is_examined and isinstance(self.loss_fn, NamedLoss) and self.loss_fn.takes_logits:

@@ -169,13 +169,14 @@ def _gradients(objective: Objective) -> Callable[..., Gradients]:
     ) -> Gradients:
         graphdef, state = nnx.split(model)
         before = jax.tree.map(lambda x: x, state)  # the state holds the variables themselves
-        derived: list[bool] = []
+        derived, derived_losses = list[bool](), list[bool]()
 
         def scaled(total: Array, divisor: Any) -> Array:
             return total / divisor if scale is None else total / divisor * scale
 
         def loss(model: nnx.Module) -> tuple[Array, tuple[Sums, Any]]:
             losses, weights, sums = objective(model, batch, mask)
+            _note_derivative(losses, derived_losses)
             divisor: Any = num_rows
             if weights is not None:
                 _note_derivative(weights, derived)
@@ -196,6 +197,8 @@ def _gradients(objective: Objective) -> Callable[..., Gradients]:
             return nnx.grad(of, argnums=nnx.DiffState(0, wrt), has_aux=True)(model)
 
         grads, (sums, divisor) = gradient(loss, model)
+        if jax.tree.leaves(grads) and not (derived_losses or derived):
+            objective.is_constant = True
         if LOSS not in sums.weights:
             return [grads], sums
         found = [grads]

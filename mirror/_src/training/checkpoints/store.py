@@ -84,7 +84,7 @@ class CheckpointStore:
         found = {} if found is None else found
         if self.directory not in found:
             headers = map(_header, checkpoints_in(self.directory).values())
-            found[self.directory] = {header.get("written") for header in headers if header}
+            found[self.directory] = {header.get("written", 0) for header in headers if header}
         self._found = found[self.directory]
 
     def save(
@@ -209,7 +209,7 @@ class CheckpointStore:
         for path in paths:
             header = _header(path) or {"position": position}  # damaged, or deleted meanwhile
             is_mine = header["position"].get("training") == position.get("training")
-            if not is_mine and header.get("written") not in self._found:
+            if not is_mine and header.get("written", 0) not in self._found:
                 raise FileExistsError(
                     f"another training has written {path.name} since this one began, which this "
                     "save would replace or delete"
