@@ -85,6 +85,7 @@ from mirror._src.tools.doctor import distributed as doctor_distributed
 from mirror._src.tools.plugin import support as plugin_support
 from mirror._src.tools.plugin import timeout as plugin_timeout
 from mirror._src.training import agreed_stop as training_agreed_stop
+from mirror._src.training import inputs as training_inputs
 from mirror._src.training import losses as training_losses
 from mirror._src.training import named_loss as training_labels
 from mirror._src.training import objective as training_objective
@@ -445,6 +446,11 @@ def peers_module() -> ModuleType:
 def trainer_module() -> ModuleType:
     """The module that starts the watch of a trainer: users cannot count its watches."""
     return training_trainer
+
+
+def expect_batches(number: int, patch: pytest.MonkeyPatch) -> None:
+    """Makes a pass of this many batches suspiciously long: 10,000 take seconds."""
+    patch.setattr(training_inputs, "_MANY_BATCHES", number)
 
 
 def use_clock(fake: FakeClock, patch: pytest.MonkeyPatch) -> None:

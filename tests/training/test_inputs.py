@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import mirror
+from tests.support import inside
 from tests.support.messages import assert_message, raises
 from tests.support.packages import optional
 from tests.support.strategies import cpu_strategy
@@ -338,3 +339,21 @@ def test_validation_that_begins_again_is_an_error_after_the_warning():
         raises(ValueError, names="validation_data", values=[301], fix="validation_steps="),
     ):
         fit(new(), [(X, Y)], validation_data=Again())
+
+
+CALLS_OF_MANY_BATCHES = {
+    "evaluate": lambda data: new().evaluate(data),
+    "predict": lambda data: new().predict(data, lambda model, batch: model(batch[0])),
+}
+
+
+@pytest.mark.parametrize("method", CALLS_OF_MANY_BATCHES)
+def test_many_batches_of_unknown_length_are_said(method, monkeypatch, capfd):
+    """A generator without an end is read forever."""
+    inside.expect_batches(3, monkeypatch)
+    for data in ([(X, Y)] * 4, iter([(X, Y)] * 4), ((X, Y) for _ in range(2))):
+        CALLS_OF_MANY_BATCHES[method](data)
+        assert capfd.readouterr().err == ""
+    CALLS_OF_MANY_BATCHES[method]((X, Y) for _ in range(4))
+    fix = f"trainer.{method}(itertools.islice(data"
+    assert_message(capfd.readouterr().err, names="`data`", values=3, fix=fix)

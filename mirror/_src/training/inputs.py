@@ -250,13 +250,14 @@ class Stream:
 
 
 def whole_pass(
-    data: DistributedDataset[Any], *, most: int | None = None, **options: Any
+    data: DistributedDataset[Any], *, most: int | None = None, fix: str = "", **options: Any
 ) -> Generator[PaddedBatch]:
     """Yields the batches of one pass, all or the first `most`.
 
     Args:
         data: The dataset.
         most: Maximum number of batches.
+        fix: How to limit data without an end: said after many batches if the length is unknown.
         options: Arguments of `DistributedDataset.padded`.
 
     Raises:
@@ -264,15 +265,21 @@ def whole_pass(
     """
     padded = data.padded(**options)
     padded.read_at_most(most)
-    stream, is_empty = Stream(padded), True
+    stream, count = Stream(padded), 0
     with closing("closing the data", stream.close):
         while (batch := stream.next_batch()) is not None:
-            is_empty = False
+            count += 1
             yield batch
-    if is_empty:
+            if fix and count == _MANY_BATCHES and not _has_len(data.source):
+                interrupts.say(
+                    f"{count:,} batches have been read. If `data` has no end, this lasts forever. "
+                    f"{fix}"
+                )
+    if not count:
         raise ValueError(NO_DATA)
 
 
+_MANY_BATCHES = 10_000
 _FEWEST_BATCHES = 256
 _TIMES_THE_EPOCH = 10
 

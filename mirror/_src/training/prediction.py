@@ -81,6 +81,7 @@ def predictions(
     model: nnx.Module,
     data: DistributedDataset[Any],
     check: RowCheck,
+    fix: str,
 ) -> PyTree:
     """Returns the results of `fn` in the order of the data; see `Trainer.predict`.
 
@@ -91,13 +92,14 @@ def predictions(
         model: First argument of the step.
         data: Batches for the step.
         check: Checks that padding does not change the results.
+        fix: As for `whole_pass`.
 
     Raises:
         ValueError: If the data is empty, a result does not have one row per example, or the rows of
             two batches differ in shape, dtype or structure.
     """
     rows, running = list[PyTree](), deque[Any]()
-    for launch in whole_pass(data):
+    for launch in whole_pass(data, fix=fix):
         check.warn_of_training_mode(step, model, launch)
         (padded,) = check.without_padding(step, model, launch)
         results = strategy.run(step, (model, padded.batch, padded.mask))

@@ -510,8 +510,9 @@ class Trainer(Generic[M]):
 
     def _evaluate_model(self, model: Any, data: Data, batch_size: int | None) -> dict[str, float]:
         batches = batches_of("evaluate", data, batch_size)
-        require_end("data", batches, "Limit it: trainer.evaluate(itertools.islice(data, 100)).")
-        return self._evaluate(model, self._whole_pass(batches))
+        fix = "Limit it: trainer.evaluate(itertools.islice(data, 100))."
+        require_end("data", batches, fix)
+        return self._evaluate(model, self._whole_pass(batches, fix=fix))
 
     def _evaluate(self, model: Any, batches: Iterator[PaddedBatch]) -> dict[str, float]:
         meter, metrics = MetricAccumulator(), MetricTotals(self._local)
@@ -567,11 +568,12 @@ class Trainer(Generic[M]):
         fn = require_prediction(fn, data, self._outputs)
         step = self._predict_step(fn)
         batches = batches_of("predict", data, batch_size)
-        require_end("data", batches, "Limit it: trainer.predict(itertools.islice(data, 100)).")
+        fix = "Limit it: trainer.predict(itertools.islice(data, 100))."
+        require_end("data", batches, fix)
         distributed = self._distributed(batches)
         with self._watched(), self._using("predict"):
             model = self._objects["model"]
-            return predictions(self._local, fn, step, model, distributed, self._rows)
+            return predictions(self._local, fn, step, model, distributed, self._rows, fix)
 
     @api_boundary
     def export(
