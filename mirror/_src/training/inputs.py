@@ -17,6 +17,7 @@ from mirror._src.base.naming import warn_user
 from mirror._src.base.types import PyTree
 from mirror._src.data.arrays import ArrayDataset, in_memory
 from mirror._src.data.distribute import DistributedDataset
+from mirror._src.data.foreign import advice
 from mirror._src.data.padded import PaddedBatch, PaddedDataset
 
 _SHOWN_NAMES = 4
@@ -36,8 +37,11 @@ def fit_data(
     Raises:
         ValueError: If in-memory arrays are passed without `batch_size`, an option for in-memory
             arrays with other data, or `validation_split` is out of range.
-        TypeError: If an option has the wrong type.
+        TypeError: If an option has the wrong type, or the data are neither arrays nor iterable.
     """
+    _require_data("data", data)
+    if validation_data is not None:
+        _require_data("validation_data", validation_data)
     if not has_arrays(data, batch_size):
         options = {
             "batch_size": batch_size,
@@ -80,12 +84,21 @@ def batches_of(method: str, data: Any, batch_size: int | None) -> Iterable[PyTre
     Raises:
         ValueError: If in-memory arrays are passed without `batch_size`, or `batch_size` with other
             data.
+        TypeError: If the data are neither arrays nor iterable.
     """
+    _require_data("data", data)
     if not has_arrays(data, batch_size):
         _reject_options(data, {"batch_size": batch_size})
         return data
     batch_size = _require_batch_size(method, data, batch_size)
     return ArrayDataset(in_memory("data", data), batch_size)
+
+
+def _require_data(name: str, data: Any) -> None:
+    if is_array(data) or (isinstance(data, Iterable) and not isinstance(data, str)):
+        return
+    fix = advice(data) or "Pass arrays, as in trainer.fit((x, y), batch_size=32)."
+    raise TypeError(expected(name, data, "in-memory arrays or an iterable of batches", fix))
 
 
 def first_batch(data: Any) -> PyTree:
@@ -97,7 +110,7 @@ def first_batch(data: Any) -> PyTree:
     """
     if isinstance(data, Mapping) or has_arrays(data):
         return data
-    if is_iterator(data) or not isinstance(data, Iterable):
+    if is_iterator(data) or not isinstance(data, Iterable) or isinstance(data, str):
         fix = "Pass one batch, for example trainer.summary(next(iter(data)))."
         raise TypeError(expected("data", data, "a batch or a dataset", fix))
     if isinstance(data, ArrayDataset | DistributedDataset):

@@ -230,7 +230,10 @@ def _batch_note(fn: Callable[..., Any], batch: PyTree) -> str:
         fix = f" Unpack it: {names} = batch."
     elif isinstance(batch, dict) and not is_named:
         fix = f" Its keys are {', '.join(map(repr, batch))}."
+    kind = f"a {type(batch).__name__}"
+    if hasattr(batch, "shape"):
+        kind, fix = "an array", fix or " If the data are a list of arrays, pass a tuple: (x, y)."
     return (
-        f"{name_of(fn)} received a batch that is a {type(batch).__name__}, with the shapes of one "
-        f"replica: {shown}.{fix}"
+        f"{name_of(fn)} received a batch that is {kind}, with the shapes of one replica: "
+        f"{shown}.{fix}"
     )

@@ -276,7 +276,8 @@ class NamedLoss:
             ValueError: If the batch does not have exactly these two parts.
         """
         if not isinstance(batch, Mapping | tuple | list):
-            raise self._not_a_pair(batch, self._function)
+            fix = "If the data are a list of arrays, pass a tuple: fit((x, y), batch_size=32)."
+            raise self._not_a_pair(batch, f"{fix} {self._function}")
         key, inputs = self._entries(batch)
         if key is None:
             guess = next((name for name in _LABEL_KEYS if name in batch), "label")
