@@ -555,6 +555,43 @@ def test_verify_compares_with_one_device_without_changes(two):
         line(two, loss_fn=wrong).verify(batches())
 
 
+class Noisy(nnx.Module):
+    """Adds noise, as a variational autoencoder does."""
+
+    def __init__(self):
+        self.w, self.rngs = nnx.Param(jnp.ones(3)), nnx.Rngs(0)
+
+    def __call__(self, x, noise):
+        return (x + noise) @ self.w
+
+
+def of_rngs(model, x):
+    return jax.random.normal(model.rngs(), x.shape)
+
+
+def of_examples(model, x):
+    draw = lambda key: jax.random.normal(key, x.shape[1:])  # noqa: E731
+    return jax.vmap(draw)(mirror.example_keys(jax.random.key(0), x))
+
+
+@rows("n, pieces", [(1, 1), (1, 2), (2, 1), (2, 3)])
+def test_noise_of_examples_does_not_depend_on_replicas_and_pieces(n, pieces):
+    def verify(noise):
+        def loss_fn(model, batch):
+            return model(batch["x"], noise(model, batch["x"])) ** 2
+
+        options = {"strategy": cpu_strategy(n), "accumulate_steps": pieces}
+        return mirror.Trainer(Noisy(), optax.sgd(0.1), loss_fn, **options).verify(batches())
+
+    assert verify(of_examples)
+    if n * pieces == 1:
+        assert verify(of_rngs)
+        return
+    fix = ["mirror.example_keys(key, batch)", "random numbers of nnx.Rngs"]
+    with raises(mirror.VerifyError, names="model.w", fix=fix):
+        verify(of_rngs)
+
+
 # Epochs
 
 

@@ -371,8 +371,9 @@ CAUSES = (
     'Common causes: all_reduce("sum") where a mean is intended (or vice versa); a loss '
     "divided twice; batch normalization over each replica's own batch (pass "
     "axis_name=mirror.REPLICA_AXIS), or over pieces of it (accumulate_steps); padding in a loss "
-    "that looks across examples (mirror.example_mask(batch)); dropout, which samples independently "
-    "on each replica."
+    "that looks across examples (mirror.example_mask(batch)); random numbers of nnx.Rngs or "
+    "replica_context.fold_in(key), such as dropout or the noise of a VAE, which each replica and "
+    "each piece samples independently (mirror.example_keys(key, batch))."
 )
 
 
@@ -400,7 +401,7 @@ def _shared_key_hint(lines: Collection[str]) -> str:
     if not lines:
         return ""
     return (
-        f"\nAll replicas sample with the same key at {', '.join(lines)}. For dropout, derive a key "
+        f"\nAll replicas sample with the same key at {', '.join(lines)}. For noise, derive a key "
         "per replica: replica_context.fold_in(key). For samples that do not depend on the number "
         "of replicas, use mirror.example_keys(key, batch)."
     )

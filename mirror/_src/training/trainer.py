@@ -150,6 +150,7 @@ class Trainer(Generic[M]):
         accumulate_steps: Number of pieces into which each replica splits its batch to save memory.
             Every batch still takes one collective and one update. A loss that looks across examples
             is an error; batch normalization uses the statistics of a piece, with a warning.
+            `nnx.Rngs` samples for each piece; `mirror.example_keys` do not depend on the pieces.
         micro_batch: Number of examples that a replica computes at a time, instead of
             `accumulate_steps`. Or `"auto"`: the largest number with which the estimated memory of
             the first batch fits on the devices. `fit` compiles the step for a few numbers, and
