@@ -92,6 +92,8 @@ def test_main_program_cannot_evaluate_or_save(tmp_path):
         trainer.evaluate(DATA)
     with raises(TypeError, names=["model.embed.embedding", *why]):
         trainer.save(tmp_path)
+    with raises(TypeError, names=["model.embed.embedding", *why]):
+        trainer.fit(DATA, callbacks=mirror.callbacks.Checkpoint(tmp_path), progress=False)
 
 
 PROGRAM = """
@@ -154,6 +156,11 @@ if __name__ == "__main__":
         assert grown < BYTES / 2, f"{grown >> 20} of {BYTES >> 20} MiB"
         with raises(ValueError, names="verify", fix="nnx.Param"):
             trainer.verify(data, batch_size=8)
+        late = [{"validation_split": 0.5}, {"callbacks": mirror.callbacks.Checkpoint("ckpt")}]
+        for options in late:  # an epoch would be lost
+            with raises(TypeError, names="model.table", fix="strategy.read_rows"):
+                trainer.fit(data, epochs=4, batch_size=8, progress=False, **options)
+        assert trainer._position.step == 12
         os.kill(inside.servers_and_workers(strategy)["servers"][0], signal.SIGKILL)
         np.testing.assert_array_equal(strategy.read_rows("table", data["ids"]), disturbed[1])
         trainer.model.out.kernel[...] += 1  # the next step loads the objects, but not the table

@@ -406,6 +406,8 @@ def test_save_rejects_two_arrays_with_one_name(tmp_path):
     trainer = a_trainer(lambda rngs: TwoNames())
     with raises(ValueError, names="model.b.c.d"):
         trainer.save(tmp_path)
+    with raises(ValueError, names="model.b.c.d"):  # before the first step
+        fit(trainer, 1, callbacks.Checkpoint(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -459,6 +459,8 @@ class Trainer(Generic[M]):
             require_end("data", training, "Pass trainer.fit(..., steps_per_epoch=100).")
         position.read_from(training.rows if isinstance(training, ArrayDataset) else "")
         validation = Validation(held_out, validation_steps)
+        if held_out is not None and isinstance(self.strategy, RemoteStrategy):
+            snapshot.require_values({"model": self._objects["model"]})  # not after an epoch
         distributed = self._distributed(training)
         if self._micro_batch is not None:
             self._choose_pieces(distributed, self._micro_batch)

@@ -11,6 +11,7 @@ from mirror._src.base.tracebacks import api_boundary
 from mirror._src.training.callbacks.callback import Callback, Monitor
 from mirror._src.training.callbacks.stopping import Mode, require_mode
 from mirror._src.training.checkpoints.directory import format_list
+from mirror._src.training.checkpoints.snapshot import require_values
 from mirror._src.training.checkpoints.store import CheckpointStore
 from mirror._src.training.loop import FitLoop
 from mirror._src.training.paths import is_remote
@@ -93,8 +94,9 @@ class Checkpoint(Callback):
         self._due = False
 
     def on_fit_begin(self, fit: FitLoop) -> None:
-        """Opens the directory."""
+        """Checks that there will be checkpoints, and opens the directory."""
         self._saved, self._due = fit.position.step, False
+        require_values(fit.trainer._objects)
         self._termination = Termination(self._grace_secs, self._say_late)
         if fit.trainer.strategy.is_chief:  # the others have the same arrays
             self._store = CheckpointStore(

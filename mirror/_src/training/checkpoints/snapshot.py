@@ -14,7 +14,7 @@ from mirror._src.base.types import is_numeric
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.per_replica import per_replica
 from mirror._src.engine.variable import Variable, spread_over
-from mirror._src.training.checkpoints.files import KeyData
+from mirror._src.training.checkpoints.files import KeyData, require_arrays
 from mirror._src.training.precision import SCALE
 
 T = TypeVar("T")
@@ -42,6 +42,16 @@ def read(objects: Mapping[str, Any]) -> dict[str, Any]:
                 )
             arrays[name] = _as_on_devices(value)
     return arrays
+
+
+def require_values(objects: Mapping[str, Any]) -> None:
+    """Rejects objects that a checkpoint cannot contain. A collective, as `read`.
+
+    Raises:
+        TypeError: If one is not an array of numbers or PRNG keys, as a `ServerTable`.
+        ValueError: If two arrays have one name.
+    """
+    require_arrays(read(objects))
 
 
 def described(objects: Mapping[str, Any]) -> dict[str, str]:
