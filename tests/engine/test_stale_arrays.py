@@ -96,11 +96,11 @@ def losses(model, batch):
     return model(batch[0])[:, 0]
 
 
-def of_trainer(options):
-    """Returns a loop that trains with options that read a scale."""
+def of_trainer(options, make=jnp.float32, change=None):
+    """Returns a loop that trains with options that read a scale, and replaces or changes it."""
 
     def loop(strategy, batch, times):
-        scale = jnp.float32(1.0)
+        scale = make(1.0)
 
         def step(*args):
             return scale * args[-1]
@@ -118,7 +118,10 @@ def of_trainer(options):
         trainer = mirror.Trainer(model, strategy=strategy, **kinds)
         for _ in range(times):
             trainer.fit([(DATA, DATA[:, :1])], progress=False)
-            scale = scale / 2
+            if change is None:
+                scale = make(float(jnp.asarray(scale)) / 2)
+            else:
+                change(scale)
 
     return loop
 
@@ -153,6 +156,28 @@ def test_rebound_array_is_one_warning(two, loop, path, fix):
     (warning,) = caught
     assert warning.filename == __file__
     assert_message(str(warning.message).replace('"', "'"), names=["step", path], fix=fix)
+
+
+@rows("name", list(TRAINERS))
+def test_replaced_variable_is_read_or_a_warning(two, name):
+    """A trainer's functions are traced again; where nothing tells what they read, it warns."""
+    (batch,) = two.distribute_dataset([DATA])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        of_trainer(TRAINERS[name], mirror.Variable)(two, batch, 5)
+    assert len(caught) == (name in ("schedule", "method"))
+    for each in caught:
+        assert each.filename == __file__
+        assert_message(str(each.message), names="'scale'", fix="scale.assign(value)")
+
+
+@rows("name", list(TRAINERS))
+def test_assigned_variable_warns_of_nothing(two, name):
+    (batch,) = two.distribute_dataset([DATA])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        change = lambda scale: scale.assign(scale[...] / 2)  # noqa: E731
+        of_trainer(TRAINERS[name], mirror.Variable, change)(two, batch, 5)
 
 
 def test_arrays_that_stay_as_they_are_warn_of_nothing(two):

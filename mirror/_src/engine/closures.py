@@ -15,7 +15,7 @@ import contextlib
 import functools
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from types import CellType, CodeType, FrameType, ModuleType
 from typing import Any, cast
 
@@ -248,14 +248,17 @@ class Captures:
 
 
 Captured = Mapping[tuple[str | None, str], Any]
-"""Float arrays from outside its arguments that a step has read, by function and path."""
+"""Float arrays and variables from outside its arguments that a step has read, by their names."""
 
 
 def captured_arrays(
-    fn: Callable[..., Any], objects: Sequence[Any], program: ClosedJaxpr
+    fn: Callable[..., Any],
+    objects: Sequence[Any],
+    program: ClosedJaxpr,
+    variables: Sequence[Variable],
 ) -> Captured:
-    """Returns the arrays that a step has read from outside its arguments."""
-    constants = {_identity(const) for const in [*arrays_in(program), *program.consts]}
+    """Returns the arrays and variables that a step has read from outside its arguments."""
+    constants = {_identity(x) for x in [*arrays_in(program), *program.consts, *variables]}
     constants.discard(None)
     is_own = users_function(fn) is fn and is_our_module(getattr(fn, "__module__", None))
     if not constants or is_own:
@@ -272,20 +275,31 @@ def is_time_to_look(runs: int) -> bool:
     return runs > 0 and runs & (runs - 1) == 0
 
 
-def stale_array(fn: Callable[..., Any], objects: Sequence[Any], captured: Captured) -> str | None:
-    """Returns the message for a captured array whose name refers to another array now, or None."""
+def stale_array(
+    fn: Callable[..., Any],
+    objects: Sequence[Any],
+    captured: Captured,
+    variables: Sequence[Variable],
+) -> str | None:
+    """Returns the message for a captured array whose name refers to another array now, or None.
+
+    Or for a variable, if the call has the old one in place of the new one.
+    """
+    ids = set(map(id, variables))
     now: dict[Any, list[Any]] = defaultdict(list)
     for name, path, value in _reached(fn, objects):
         if (name, path) in captured:
             now[name, path].append(value)
     for key, values in now.items():
-        if all(_differs(captured[key], value) for value in values):
+        if all(_differs(captured[key], value, ids) for value in values):
             return _message(fn, captured[key], *key)
     return None
 
 
-def _differs(old: Any, new: Any) -> bool:
-    """Whether an array replaces another one and has other values."""
+def _differs(old: Any, new: Any, ids: Set[int]) -> bool:
+    """Whether an array replaces another one and has other values, or a variable another one."""
+    if isinstance(old, Variable):
+        return isinstance(new, Variable) and id(old) in ids and id(new) not in ids
     if new is old or not _is_float(new) or isinstance(new, jax.core.Tracer):
         return False
     if new.shape != old.shape or new.dtype != old.dtype:
@@ -298,6 +312,8 @@ def _differs(old: Any, new: Any) -> bool:
 
 def _identity(value: Any) -> object:
     """Returns what is equal for a float array and its constant in a program; None for others."""
+    if isinstance(value, Variable):
+        return id(value)
     if not _is_float(value):
         return None
     if isinstance(value, jax.Array):
@@ -311,6 +327,11 @@ def _is_float(value: Any) -> bool:
 
 def _message(fn: Callable[..., Any], array: Any, inner: str | None, path: str) -> str:
     name = inner or name_of(fn)
+    if isinstance(array, Variable):
+        return (
+            f"{name} still uses the first {path!r}, and ignores the mirror.Variable that has "
+            f"replaced it. Keep the variable, and assign to it: {path}.assign(value)."
+        )
     if inner is not None:  # strategy.run does not pass its arguments
         fix = "Make it a mirror.Variable, and assign to it."
     else:

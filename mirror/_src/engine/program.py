@@ -56,7 +56,7 @@ class StepProgram:
         may_repeat_rows: Whether a `PerReplica` may be an array that a launch donates.
         label: The name of the step and its line, for messages.
         input_names: The user's names for the inputs; empty until they are needed.
-        captured_arrays: The float arrays that the step has read from outside its arguments.
+        captured_arrays: The float arrays and the variables that the step has read from outside.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class StepProgram:
         self.identity = self.origins = ""
         self.label = f"{step.name} ({replica_program.line})" if replica_program.line else step.name
         self.input_names: list[str] = []
-        self.captured_arrays = captured_arrays(call.fn, call.objects, traced.jaxpr)
+        self.captured_arrays = captured_arrays(call.fn, call.objects, traced.jaxpr, call.captured)
         self._results = slice(len(plan.changed), len(plan.changed) + len(step.out_names))
         self._replaces_all = plan.changed == list(range(step.num_state))
 

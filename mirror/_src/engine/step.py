@@ -352,7 +352,7 @@ def warn_about_leaks(warned: set[str], fn: StepFunction) -> None:
 
 
 def warn_about_stale_arrays(warned: set[str], call: Call, captured: Captured, runs: int) -> None:
-    """Warns about a captured array that was replaced since the step was compiled.
+    """Warns about a captured array or variable that was replaced since the step was compiled.
 
     Args:
         warned: Kinds of the warnings about this step that were issued.
@@ -362,7 +362,7 @@ def warn_about_stale_arrays(warned: set[str], call: Call, captured: Captured, ru
     """
     if not is_time_to_look(runs):
         return
-    message = stale_array(call.fn, call.objects, captured)
+    message = stale_array(call.fn, call.objects, captured, call.captured)
     if message is not None and _is_first(warned, "stale"):
         warn_user(message)
 
