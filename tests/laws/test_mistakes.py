@@ -1413,6 +1413,57 @@ def test_update_that_reaches_no_result_is_one_warning(subtests):
             run(step, *lost_arguments(step))
 
 
+class Tagged(nnx.Param):
+    """Selected by another optimizer."""
+
+
+def optimizer_step(model, optimizer, x, *others):
+    wrt = nnx.DiffState(0, optimizer.wrt)
+    loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean(), argnums=wrt)(model)
+    optimizer.update(model, all_reduce("mean", grads))
+    return all_reduce("mean", loss)
+
+
+def evaluation(model, optimizer, x):
+    return all_reduce("mean", (model(x) ** 2).mean()) * optimizer.opt_state[0].count[...]
+
+
+def split_step(optimizer, graphdef, state, metrics, x):
+    model = nnx.merge(graphdef, state)
+    loss = optimizer_step(model, optimizer, x)
+    metrics.update(values=loss)
+    return nnx.to_pure_dict(nnx.state(model))
+
+
+def test_optimizer_that_selects_nothing_is_one_warning(subtests):
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    tagged, both = (nnx.Linear(3, 1, rngs=nnx.Rngs(0)) for _ in range(2))
+    tagged.kernel, both.kernel = (Tagged(each.kernel[...]) for each in (tagged, both))
+    of = lambda model, wrt: nnx.Optimizer(model, optax.adam(0.1), wrt=wrt)  # noqa: E731
+    rows = {
+        "other type": (optimizer_step, (model, of(model, Tagged), batch()), True),
+        "path": (optimizer_step, (model, of(model, nnx.PathContains("out")), batch()), True),
+        "type": (optimizer_step, (tagged, of(tagged, Tagged), batch()), False),
+        "part": (optimizer_step, (both, of(both, nnx.PathContains("bias")), batch()), False),
+        "not updated": (evaluation, (model, of(model, Tagged), batch()), False),
+        "of a split model": (
+            split_step,
+            (of(tagged, Tagged), *nnx.split(tagged), nnx.metrics.Average(), batch()),
+            False,
+        ),
+    }
+    for name, (step, arguments, is_idle) in rows.items():
+        with subtests.test(msg=name), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            two = mirror.MirroredStrategy(["/cpu:0", "/cpu:1"])
+            two.run(step, arguments)
+            two.run(step, arguments)
+            assert len(caught) == is_idle, list(map(str, caught))
+            for each in caught:
+                names = [step.__name__, "`wrt`"]
+                assert_message(str(each.message), names=names, values="['Param']", fix="nnx.Param")
+
+
 def private(key, x):
     return all_reduce("mean", -0.1 * (x.sum(0) + jax.random.normal(key, (3,))) / 4)
 

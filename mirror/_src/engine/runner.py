@@ -63,6 +63,7 @@ from mirror._src.engine.step import (
     Step,
     Steps,
     warn_about_drift,
+    warn_about_idle_optimizers,
     warn_about_leaks,
     warn_about_lost_updates,
     warn_about_proof,
@@ -487,6 +488,7 @@ class Runner:
         warn_about_proof(warned, call, notes, analysis.marks, n)
         warn_about_drift(step, call, analysis, n)
         warn_about_lost_updates(warned, call, notes)
+        warn_about_idle_optimizers(warned, call, analysis)
         warn_about_leaks(warned, call.fn)
         if self.on_new_step is not None:
             self.on_new_step(call, analysis, warned)

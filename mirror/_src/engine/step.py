@@ -12,7 +12,9 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any, Generic, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
+import jax
 import numpy as np
+from flax import nnx
 
 from mirror._src.base.errors import describe, listing
 from mirror._src.base.naming import (
@@ -36,7 +38,7 @@ from mirror._src.engine.closures import (
     stale_array,
     variables_along,
 )
-from mirror._src.engine.plan import ALL_REDUCE, IF_INTENDED, own_values
+from mirror._src.engine.plan import ALL_REDUCE, IF_INTENDED, LeafOutcome, own_values
 from mirror._src.engine.program import StepProgram
 from mirror._src.engine.replica_function import TracedStep
 from mirror._src.engine.variable import Variable
@@ -330,6 +332,32 @@ def warn_about_lost_updates(warned: set[str], call: Call, notes: Notes) -> None:
         f"The new {lost[0]}{more}, computed at {line} from the all-reduce at {collective}, is "
         f"lost: it reaches no result of {step_name}, {why}. Return the new state, and pass it "
         f"to the next call: {state}, loss = strategy.run({step_name}, ({state}, batch))."
+    )
+
+
+def warn_about_idle_optimizers(warned: set[str], call: Call, analysis: Analysis) -> None:
+    """Warns about an `nnx.Optimizer` that is updated, and whose `wrt` selects no variable."""
+    models = [each for each in call.objects if isinstance(each, nnx.Module)]
+    pairs = zip(call.slots, analysis.outcomes, strict=True)
+    written = {slot.path for (slot, _), outcome in pairs if outcome is LeafOutcome.MIRRORED}
+    for i, each in enumerate(call.objects):
+        is_updated = isinstance(each, nnx.Optimizer) and (i, "step") in written
+        if not is_updated or not models or each.wrt is nnx.Param:  # of a model without parameters
+            continue
+        message = nothing_selected(models, each.wrt)
+        if message is not None and _is_first(warned, "optimizer"):
+            warn_user(f"{name_of(call.fn)}: {message}")
+
+
+def nothing_selected(models: Sequence[nnx.Module], wrt: Any) -> str | None:
+    """Returns the message for a filter that selects no variable of any model, or None."""
+    states = [nnx.state(model) for model in models]
+    if any(jax.tree.leaves(nnx.filter_state(state, wrt)) for state in states):
+        return None
+    kinds = sorted({type(x).__name__ for state in states for _, x in nnx.to_flat_state(state)})
+    return (
+        f"`wrt` ({describe(wrt)}) selects no variable of the model, so nothing would train. "
+        f"Its variables are of the types {kinds}. Select some of them, such as wrt=nnx.Param."
     )
 
 

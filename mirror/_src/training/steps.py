@@ -25,6 +25,7 @@ from mirror._src.base.tracebacks import on_behalf_of, users_functions
 from mirror._src.base.types import Array, PyTree, accumulator, widened
 from mirror._src.engine.all_reduce import AllReduce
 from mirror._src.engine.examples import masking
+from mirror._src.engine.step import nothing_selected
 from mirror._src.strategy.mirrored import get_replica_context
 from mirror._src.training.mistakes import describes_batch, require_transformation
 from mirror._src.training.objective import LOSS, Objective, Sums, as_float, carried, fit_floats
@@ -434,13 +435,9 @@ def make_optimizer(
 
 
 def _require_selection(model: nnx.Module, wrt: Any) -> None:
-    if jax.tree.leaves(nnx.state(model, wrt)):
-        return
-    kinds = sorted({type(x).__name__ for _, x in nnx.to_flat_state(nnx.state(model))})
-    raise ValueError(
-        f"`wrt` ({describe(wrt)}) selects no variable of the model, so nothing would train. "
-        f"Its variables are of the types {kinds}. Select some of them, such as wrt=nnx.Param."
-    )
+    message = nothing_selected([model], wrt)
+    if message is not None:
+        raise ValueError(message)
 
 
 def update(
