@@ -492,7 +492,8 @@ def test_load_rejects_unknown_steps(subtests, tmp_path_factory):
 
 def test_load_rejects_unknown_metrics(tmp_path):
     put(tmp_path, 1, keep_best=LOWEST)
-    with raises(ValueError, names="'loss'", values=[tmp_path, 1]):
+    put(tmp_path, 2, keep_best=LOWEST, metrics=lambda step: {"loss": math.nan})
+    with raises(ValueError, names="'loss'", values=[tmp_path, 1, 2], fix="NaN"):
         load(tmp_path, "best")
 
 

@@ -2,6 +2,7 @@
 # ruff: noqa: E501 (arguments and their message are one row)
 
 import contextlib
+import copy
 import dataclasses
 import signal
 import threading
@@ -540,6 +541,18 @@ def test_metric_with_a_name_of_the_validation_is_rejected(two):
     assert "val_error" in fit(trainer, batches())
     with raises(ValueError, names=["'val_error'", "'error'", "validation_data"], fix="Rename it"):
         fit(trainer, batches(), validation_data=batches())
+
+
+def test_copy_of_a_trainer_trains_separately(two):
+    trainer = line(two)
+    fit(trainer, batches())
+    state = state_of(trainer)
+    copied = copy.deepcopy(trainer)
+    assert_equal(state_of(copied), state)
+    for each in (copied, trainer):
+        assert_equal(state_of(trainer), state)
+        fit(each, batches())
+    assert_equal(state_of(trainer), state_of(copied))
 
 
 def test_verify_compares_with_one_device_without_changes(two):

@@ -1,5 +1,6 @@
 """Checks that padding, pieces of a batch and a training mode do not change what a step computes."""
 
+import copy
 import functools
 import inspect
 import weakref
@@ -68,6 +69,11 @@ class RowCheck:
         self._known: list[tuple[Any, Any]] = []
         self._warned: set[str] = set()
         self._in_modes = weakref.WeakSet[Step]()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RowCheck":
+        # Programs cannot be copied.
+        strategy = copy.deepcopy(self._strategy, memo)
+        return RowCheck(strategy, self._num_pieces, self._option, self._gradients)
 
     def require_separate_pieces(self, step: Step, model: Any, padded: PaddedBatch) -> None:
         """Checks that rows of one piece do not depend on rows of others; once for each shape.

@@ -235,7 +235,7 @@ def _best_step(directory: Path, paths: dict[int, Path]) -> int:
     best = best_of(headers, rule) if rule else None
     if best is None:
         unmonitored = "they were saved without Checkpoint(monitor=...)"
-        why = f"none has the metric {rule[0]!r}" if rule else unmonitored
+        why = f"all lack the metric {rule[0]!r}, or it is NaN" if rule else unmonitored
         raise ValueError(
             f"Cannot tell which checkpoint in {directory} is the best: {why}. Available steps: "
             f"{format_list(paths)}."
