@@ -374,6 +374,9 @@ def test_empty_data(subtests, trainer):
 
 
 def test_generator_for_two_epochs():
+    pair = ((X, Y) for _ in range(1))
+    with raises(ValueError, names="`validation_data`", fix=["no batch", "exhausted generator"]):
+        new().fit([(X, Y)], epochs=2, validation_data=pair, progress=False)
     with raises(ValueError, fix=["exhausted iterator", "a list, a DataLoader"]):
         new().fit(((X, Y) for _ in range(1)), epochs=2, progress=False)
 

@@ -118,7 +118,7 @@ def first_batch(data: Any) -> PyTree:
     else:
         batches = list(itertools.islice(data, 1))
     if not batches:
-        raise ValueError(NO_DATA)
+        raise ValueError(NO_DATA.format("data"))
     return batches[0]
 
 
@@ -221,7 +221,7 @@ def _shown(data: Any) -> str:
 
 
 NO_DATA = (
-    "The data yielded no batch. Pass batches with at least one example; an exhausted generator "
+    "`{}` yielded no batch. Pass batches with at least one example; an exhausted generator "
     "yields nothing more."
 )
 
@@ -263,12 +263,18 @@ class Stream:
 
 
 def whole_pass(
-    data: DistributedDataset[Any], *, most: int | None = None, fix: str = "", **options: Any
+    data: DistributedDataset[Any],
+    *,
+    name: str = "data",
+    most: int | None = None,
+    fix: str = "",
+    **options: Any,
 ) -> Generator[PaddedBatch]:
     """Yields the batches of one pass, all or the first `most`.
 
     Args:
         data: The dataset.
+        name: Its name, for messages.
         most: Maximum number of batches.
         fix: How to limit data without an end: said after many batches if the length is unknown.
         options: Arguments of `DistributedDataset.padded`.
@@ -289,7 +295,7 @@ def whole_pass(
                     f"{fix}"
                 )
     if not count:
-        raise ValueError(NO_DATA)
+        raise ValueError(NO_DATA.format(name))
 
 
 _MANY_BATCHES = 10_000

@@ -312,7 +312,7 @@ class FitLoop:
                     return
                 yield batch
             elif not position.samples:
-                raise ValueError(NO_DATA)
+                raise ValueError(NO_DATA.format("data"))
             elif limit is None:
                 return
             else:

@@ -489,7 +489,8 @@ class Trainer(Generic[M]):
         return loop.history
 
     def _validate(self, validation: Validation, num_trained: int) -> dict[str, float]:
-        batches = self._whole_pass(validation.data, most=validation.num_batches)
+        options = {"name": "validation_data", "most": validation.num_batches}
+        batches = self._whole_pass(validation.data, **options)
         return self._evaluate(self._objects["model"], validation.observed(num_trained, batches))
 
     @api_boundary
