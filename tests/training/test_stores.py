@@ -203,6 +203,21 @@ def test_last_checkpoint_that_fails_is_an_error(run, monkeypatch, asynchronous):
     assert names_in(run) == saved(3)
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_checkpoint_of_another_training_ends_this_one(run, asynchronous):
+    """Otherwise each step would warn, because no store locks a directory."""
+
+    class Other(callbacks.Callback):
+        def on_epoch_end(self, fit, logs):
+            if fit.position.step == 3:
+                new_trainer().fit(DATA, 2, callbacks=callbacks.Checkpoint(str(run)), **FIT)
+
+    checkpoint = callbacks.Checkpoint(str(run), asynchronous=asynchronous)
+    with raises(OSError, names=str(run), values=["step 3", "another training", "intact: 3, 6"]):
+        new_trainer().fit(DATA, 4, callbacks=[checkpoint, Other()], **FIT)
+    assert names_in(run) == saved(3, 6)
+
+
 def test_training_continues_without_a_log_that_fails(run, monkeypatch):
     failing = Fails(monkeypatch, "log.csv")
     with pytest.warns(UserWarning, match="log.csv: the connection was lost. Training continues"):

@@ -154,7 +154,8 @@ class Checkpoint(Callback):
                 self._store.save(fit.position.step, arrays, position, metrics)
             except OSError as error:
                 is_last = fit.is_complete and not self._asynchronous
-                if is_last or not is_remote(self._store.directory):
+                is_shared = isinstance(error.__cause__, FileExistsError)  # with another training
+                if is_last or is_shared or not is_remote(self._store.directory):
                     raise
                 warn_user(f"{error} Training continues.")
                 if self._asynchronous:  # the error was about an earlier one
