@@ -147,6 +147,14 @@ def test_half_precision_is_that_of_one_device(strategy):
         fit(create(strategy, precision="bfloat16"))
 
 
+def test_loss_without_gradients_is_a_warning(strategy):
+    def constant(model, batch):
+        return jax.lax.stop_gradient(model(batch["x"])[:, 0])
+
+    with pytest.warns(UserWarning, match="gradients are 0"):
+        fit(create(strategy, loss=constant))
+
+
 def test_trainer_evaluates_and_predicts_after_training(strategy):
     trainer, other = create(strategy), on_one_device()
     for each in (trainer, other):

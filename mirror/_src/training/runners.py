@@ -98,6 +98,8 @@ class Training:
         if not self._is_traced:
             arguments = (self.objects["model"], batch.batch, batch.mask)
             self.strategy._runner.lower(self.evaluate_step, arguments, {})
+            gradients = steps.gradients_of(self.objective, self.objects["optimizer"].wrt)
+            self.strategy._runner.traced(gradients, arguments, {})
             self.warn_after_trace(self.evaluate_step, arguments)
             self._is_traced = True
 
