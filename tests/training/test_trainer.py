@@ -1006,10 +1006,10 @@ FITS: dict[str, tuple[Any, ...]] = {
     "no examples": ({"data": [{"x": np.zeros((0, 3))}]}, ValueError, {"names": "data", "fix": "batch"}),
     "exhausted iterator": ({"data": map(dict, batches()), "epochs": 2}, ValueError, {"fix": "iterator"}),
     "whole arrays": ({"data": DATA}, ValueError, {"values": "dict", "fix": "trainer.fit(data, batch_size=32)"}),
-    "a file": ({"data": "train.csv"}, TypeError, {"values": ["'train.csv'", "str"], "fix": "DataLoader"}),
+    "a file": ({"data": "train.csv"}, TypeError, {"names": "data", "values": ["'train.csv'", "str"], "fix": "trainer.fit((x, y), batch_size=32)"}),
     "ragged": ({"data": [{"x": DATA["x"], "y": DATA["y"][:3]}]}, ValueError, {"names": ["batch['x']", "batch['y']"], "values": ["float32[13,3]", "float32[3]"]}),
     "another structure": ({"data": [*batches(4), {"x": DATA["x"][:4]}]}, ValueError, {"names": ["batch['k']", "batch['y']"], "values": [1, 0]}),
-    "no validation": ({"validation_data": []}, ValueError, {"names": "data", "fix": "batch"}),
+    "no validation": ({"validation_data": []}, ValueError, {"names": "validation_data", "fix": "batch"}),
 }  # fmt: skip
 
 
