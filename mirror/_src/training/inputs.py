@@ -285,17 +285,19 @@ def whole_pass(
     padded = data.padded(**options)
     padded.read_at_most(most)
     stream, count = Stream(padded), 0
+    many = _MANY_BATCHES if fix and not _has_len(data.source) else 0
     with closing("closing the data", stream.close):
-        while (batch := stream.next_batch()) is not None:
-            count += 1
+        for count, batch in enumerate(iter(stream.next_batch, None), 1):
             yield batch
-            if fix and count == _MANY_BATCHES and not _has_len(data.source):
-                interrupts.say(
-                    f"{count:,} batches have been read. If `data` has no end, this lasts forever. "
-                    f"{fix}"
-                )
+            _say_if_many(count, many, fix)
     if not count:
         raise ValueError(NO_DATA.format(name))
+
+
+def _say_if_many(count: int, many: int, fix: str) -> None:
+    if count == many:
+        text = f"{count:,} batches have been read. If `data` has no end, this lasts forever. {fix}"
+        interrupts.say(text)
 
 
 _MANY_BATCHES = 10_000
