@@ -97,6 +97,47 @@ def ring_with_mask(mask, x):
     return jax.nn.logsumexp(jnp.where(shown, x @ others.T, -1e9), -1)
 
 
+def ring_in_a_loop(mask, x, lag=0):
+    """Sums exponentials over the rows of all replicas, one replica per round."""
+
+    def step(carry, _):
+        others, shown, total = carry
+        total += jnp.where(shown, jnp.exp(x @ others.T), 0).sum(-1)
+        return (ring(others), ring(shown), total), total
+
+    others, shown = x, mask
+    for _ in range(lag):
+        others = ring(others)
+    (_, _, last), totals = jax.lax.scan(step, (others, shown, jnp.zeros(ROWS)), length=REPLICAS)
+    return last + totals.sum(0)
+
+
+def ring_mean(mask, x, count):
+    others, total = x, 0.0
+    for _ in range(REPLICAS):
+        total += jnp.where(mask, jnp.exp(x @ others.T), 0).sum(-1)
+        others, mask = ring((others, mask))
+    return total / count
+
+
+def own_labels(mask, x, shift=0, size=ROWS, axis=0):
+    """Returns the score of each row and itself, among the rows of all replicas."""
+    every, shown = (jax.lax.all_gather(v, AXIS, axis=axis) for v in (x, mask))
+    scores = x @ every.reshape(REPLICAS * ROWS, -1).T
+    labels = jnp.arange(ROWS) + jax.lax.axis_index(AXIS) * size + shift
+    return (
+        entropy(jnp.where(shown.reshape(-1), scores, -1e9), labels)
+        - scores[jnp.arange(ROWS), labels]
+    )
+
+
+def added_in_turn(mask, x, shift=0):
+    def add(i, total):
+        return total + jnp.where(mask[i + shift], x[i], 0)
+
+    return x.sum(-1) - jax.lax.fori_loop(0, ROWS, add, jnp.zeros(8)).sum()
+
+
 def until_large(_, x):
     return jax.vmap(
         lambda r: jax.lax.while_loop(lambda v: (v < 9).any(), lambda v: v + 1, r).sum()
@@ -280,6 +321,10 @@ EXCLUDED = {  # padding does not enter
         X,
     ),
     "learned temperature": (temperature, X, WEIGHTS),
+    "labels of own rows": (own_labels, X),
+    "rows by the index of a round": (added_in_turn, X),
+    "a ring in a loop": (ring_in_a_loop, X),
+    "a ring, by the number of examples": (lambda m, x: ring_mean(m, x, summed(m.sum())), X),
     "negated": (lambda m, x: jnp.where(~everywhere(m), -1e9, x @ everywhere(x).T).max(-1), X),
     "any": (lambda m, x: x.sum(-1) * (m[:, None] & (x > 0)).any(), X),
     "max": (
@@ -288,6 +333,17 @@ EXCLUDED = {  # padding does not enter
     ),
 }
 ACROSS = {
+    "labels of other rows": (lambda m, x: own_labels(m, x, shift=1), X),
+    "labels of rows of other sizes": (lambda m, x: own_labels(m, x, size=ROWS - 1), X),
+    "labels of rows in another order": (lambda m, x: own_labels(m, x, axis=1), X),
+    "mask by another index": (lambda m, x: added_in_turn(m, x, shift=-1), X),
+    "a ring in a loop, whose mask is late": (lambda m, x: ring_in_a_loop(m, x, lag=1), X),
+    "a ring, by the number of rows": (lambda m, x: ring_mean(m, x, REPLICAS * ROWS), X),
+    "a ring, by the number of rows of a replica": (lambda m, x: ring_mean(m, x, ROWS), X),
+    "features beside each other": (
+        lambda _, x: jax.lax.all_gather(x, AXIS, axis=1, tiled=True).sum(-1),
+        X,
+    ),
     "an index vector of all rows": (
         lambda _, x, y: x.sum(-1) * picked_at(jnp.ones((2,) * ROWS), y),
         X,

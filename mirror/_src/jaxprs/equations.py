@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from mirror._src.base.tracebacks import is_users, place
@@ -141,6 +142,21 @@ class Scan:
         self.length: int = eqn.params["length"]
         self.reverse: bool = eqn.params["reverse"]
         self.unroll: int = eqn.params["unroll"]
+
+    @property
+    def counters(self) -> list[int]:
+        """Positions of the parts of the carry to which each round adds 1, as `fori_loop` does."""
+        jaxpr = self.body.jaxpr
+        carry = jaxpr.invars[self.num_consts : self.num_consts + self.num_carry]
+        added = [
+            (eqn.invars[0], eqn.outvars[0])
+            for eqn in jaxpr.eqns
+            if eqn.primitive.name == "add"
+            and isinstance(eqn.invars[1], Literal)
+            and np.array_equal(eqn.invars[1].val, 1)
+        ]
+        pairs = enumerate(zip(carry, jaxpr.outvars, strict=False))
+        return [i for i, (x, y) in pairs if any(a is x and b is y for a, b in added)]
 
     def split(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Splits values into constants, carry and scanned arrays."""

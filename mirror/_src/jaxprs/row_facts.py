@@ -24,6 +24,9 @@ POSITIVE: Value = ("positive", 0, 0)
 """A positive number without rows, such as a learned temperature."""
 SOME_NAN: Value = ("NaN", 0, 0)
 """Numbers of which some are NaN."""
+REPLICA: Value = ("replica", 1, 0)
+"""The index of the replica times an integer, here 1. `("round", 3, 8)` is the index of the round of
+a loop with 8 rounds, in 3 loops."""
 
 _SAME = {"add_any": "add", "lt_to": "lt", "le_to": "le", "eq_to": "eq"}
 _KEEPING = PASSING | CASTING | {"real"}
@@ -107,6 +110,12 @@ def elementwise(eqn: JaxprEqn, values: Sequence[Value]) -> Value:
     if len(values) != 2 or is_bitwise:
         return None
     x, y = values
+    if name == "lt" and y == 0 and isinstance(x, tuple) and x[0] in ("replica", "round"):
+        return 0.0
+    if name == "mul" and REPLICA in values:
+        factor = y if x == REPLICA else x
+        is_known = isinstance(factor, float) and factor.is_integer()
+        return ("replica", int(factor), 0) if is_known else None
     if x in _ABSORBING.get(name, ()) or (name != "div" and y in _ABSORBING.get(name, ())):
         return x if x in _ABSORBING[name] else y
     if name in _COMMUTING and x in _NEUTRAL.get(name, ()):
@@ -253,8 +262,9 @@ class RowAxis(NamedTuple):
         size: Number of rows; fewer if a reshape has split the axis of the rows.
         inner: Number of consecutive entries per row.
         origin: Empty if entry i is row i of the batch; "joined" if rows start at multiples of
-            `size`, "extended" if they start elsewhere, "gathered" if they come from all replicas,
-            pairs (from, to) if they come from another replica.
+            `size`, "extended" if they start elsewhere, "gathered" for rows of a replica beside rows
+            of the others, "replicas" for all rows of a replica as one, pairs (from, to) if rows
+            come from another replica.
     """
 
     axis: int
@@ -320,8 +330,9 @@ class Rows(NamedTuple):
         undefined: Lines at which numbers became NaN, of a value with known numbers that are NaN.
         unknown: Lines of operations that the pass does not know.
         is_mask: Whether it is computed from the mask and constants only.
-        positions: Axes along which entry i is i, or the column i of the last axis that they are in.
-        num_summed: Number of entries, with padding, that were summed over rows; 0 if unknown.
+        positions: Axes along which entry i is i, or the column i of the last axis that they are in;
+            "gathered" ones if it is the position of row i among the rows of all replicas.
+        num_summed: Numbers of entries, with padding, that were summed over rows.
         factor: Product of the constants by which their sum was multiplied.
     """
 
@@ -336,7 +347,7 @@ class Rows(NamedTuple):
     unknown: Lines = NO_LINES
     is_mask: bool = False
     positions: Positions = NO_POSITIONS
-    num_summed: int = 0
+    num_summed: frozenset[int] = frozenset()
     factor: float = 1.0
 
     def moved(self, move: Callable[[RowAxis], Iterable[RowAxis]]) -> "Rows":

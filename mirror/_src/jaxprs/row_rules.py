@@ -1,10 +1,10 @@
 """The rules of `rows`: what each operation does with the rows of the batch."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 
 from mirror._src.jaxprs.primitives import (
     ADDITION,
@@ -64,9 +64,28 @@ def _elementwise(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     if name in ("mul", "div"):
         joined = _scaled(eqn, operands, joined, line)
     joined = _still_summed(eqn, operands, joined)
-    if name not in _KEEPS_INDEX or (name == "add" and not _adds_size(eqn)):
-        joined = joined._replace(positions=NO_POSITIONS)
-    return joined
+    if name == "lt" and operands[0].positions and operands[1].constant == 0:
+        joined = joined._replace(constant=0.0)  # JAX adds the size to a negative index
+    return joined._replace(positions=_positions(eqn, operands))
+
+
+def _positions(eqn: JaxprEqn, operands: list[Rows]) -> Positions:
+    """Returns the axes along which the result of an elementwise operation counts rows."""
+    name, x = eqn.primitive.name, operands[0]
+    if name == "convert_element_type":
+        return x.positions
+    if name == "select_n" and isinstance(x.constant, float):
+        return operands[1 + int(x.constant)].positions
+    if name != "add":
+        return NO_POSITIONS
+    found = set()
+    for x, y in (operands, operands[::-1]):
+        for row, column in x.positions:
+            if y.constant == 0:
+                found.add((row, column))
+            elif not row.origin and y.constant == ("replica", row.size, 0):
+                found.add((row._replace(origin="gathered"), column))
+    return frozenset(found)
 
 
 def _scaled(eqn: JaxprEqn, operands: list[Rows], joined: Rows, line: Place) -> Rows:
@@ -79,8 +98,8 @@ def _scaled(eqn: JaxprEqn, operands: list[Rows], joined: Rows, line: Place) -> R
         if not rows.num_summed or not isinstance(number, float) or (is_quotient and rows is y):
             continue
         factor = 1 / number if is_quotient and number else number
-        weight = abs(factor * rows.num_summed)
-        if abs(weight - 1) < 1e-3 or abs(weight * abs(rows.factor) - 1) < 1e-3:
+        weights = [abs(factor * count) for count in rows.num_summed]
+        if any(abs(x * by - 1) < 1e-3 for x in weights for by in (1, abs(rows.factor))):
             # Alone, as in 0.5 * x.sum() / len(x), or with the factors before.
             place = line._replace(counts_padding=True)
             return joined._replace(diluted=joined.diluted | {place})
@@ -90,17 +109,22 @@ def _scaled(eqn: JaxprEqn, operands: list[Rows], joined: Rows, line: Place) -> R
 
 def _still_summed(eqn: JaxprEqn, operands: list[Rows], joined: Rows) -> Rows:
     """Returns a value that is a sum over examples like its operands."""
-    sums = {(x.num_summed, x.factor) for x in operands if x.num_summed}
-    if eqn.primitive.name not in ADDITION | CASTING | LINEAR or len(sums) != 1:
+    sums = [x for x in operands if x.num_summed]
+    factors = {x.factor for x in sums}
+    if eqn.primitive.name not in ADDITION | CASTING | LINEAR or len(factors) != 1:
         return joined
-    ((num_summed, factor),) = sums
-    return joined._replace(num_summed=num_summed, factor=factor)
+    counts = frozenset[int]().union(*(x.num_summed for x in sums))
+    return joined._replace(num_summed=counts, factor=factors.pop())
 
 
-def _adds_size(eqn: JaxprEqn) -> bool:
-    """Whether a negative index is made positive, as JAX does with every index."""
-    literals = [atom.val for atom in eqn.invars if isinstance(atom, Literal)]
-    return bool(literals) and all(value in _shape(eqn.outvars[0]) for value in literals)
+def _counts(value: Rows, axes: Collection[int], count: int) -> frozenset[int]:
+    """Returns the numbers that divide a sum of `count` entries in a mean over its rows.
+
+    The rows of another replica are likely to be added to the rows of all.
+    """
+    origins = [row.origin for row in value.axes if row.axis in axes]
+    sent = {count * len(origin) for origin in origins if isinstance(origin, tuple)}
+    return frozenset({count, *sent} if origins else ())
 
 
 def moved(eqn: JaxprEqn, value: Rows) -> Rows:
@@ -117,8 +141,6 @@ def moved(eqn: JaxprEqn, value: Rows) -> Rows:
 
 def _reduction(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     name, axes, joined = eqn.primitive.name, eqn.params["axes"], join(operands)
-    is_over_rows = any(row.axis in axes for row in joined.axes)
-    is_sum = name == "reduce_sum" and (is_over_rows or operands[0].num_summed > 0)
     count = math.prod(_shape(eqn.invars[0])[axis] for axis in axes)
     result = joined.without(axes, line, neutral(name, dtype_of(eqn.invars[0])))
     result = moved(eqn, result)
@@ -126,9 +148,12 @@ def _reduction(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     result = result._replace(constant=reduction(eqn, joined.constant, count))
     if name in ("reduce_sum", "reduce_max", "reduce_min"):
         result = result.spread(joined, axes)
-    num_summed = count * max(operands[0].num_summed, 1) if is_sum else 0
-    factor = operands[0].factor if is_sum else 1.0
-    return result._replace(positions=NO_POSITIONS, num_summed=num_summed, factor=factor)
+    result = result._replace(positions=NO_POSITIONS)
+    if name != "reduce_sum":
+        return result
+    before = frozenset(count * each for each in operands[0].num_summed)
+    num_summed = before or _counts(joined, axes, count)
+    return result._replace(num_summed=num_summed, factor=operands[0].factor)
 
 
 def _along(*names: str) -> Rule:
@@ -247,7 +272,14 @@ def _slice(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
         result = join([result, other._replace(axes=NO_AXES)])
     shape = _shape(eqn.invars[0])
     cut = {axis for axis, size in enumerate(shape) if sizes[axis] != size}
-    result = result._replace(constant=operands[0].constant, positions=NO_POSITIONS)
+    result = result._replace(fills=operands[0].fills, constant=operands[0].constant)
+    result = result._replace(positions=NO_POSITIONS)
+    for axis, start in enumerate(operands[1:]):  # entry i in round i of a loop, as of a `scan`
+        match start.constant:
+            case ("round", depth, length) if sizes[axis] == 1 and length <= shape[axis]:
+                result = result.moved(
+                    lambda row: (row.at(-depth) if row.axis == axis else row,)  # noqa: B023
+                )
     starts = eqn.params.get("start_indices")
     if starts is None or set(eqn.params["strides"] or ()) - {1}:
         return _picked(result, cut, line)
@@ -375,10 +407,9 @@ def _dot(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     joined = join(sides)._replace(constant=constant, positions=NO_POSITIONS)
     joined = joined.filled(lambda axis: product([x.value(axis) for x in sides]))
     axes = [-1000 - k for k in range(len(contracted[0]))]
-    is_sum = any(row.axis in axes for row in joined.axes)
-    count = math.prod(_shape(eqn.invars[0])[d] for d in contracted[0]) if is_sum else 0
+    count = math.prod(_shape(eqn.invars[0])[d] for d in contracted[0])
     result = joined.without(axes, line, lambda value: value == 0).spread(joined, axes)
-    return result._replace(num_summed=count)
+    return result._replace(num_summed=_counts(joined, axes, count))
 
 
 def _placed(value: Rows, place: dict[int, int]) -> Rows:
@@ -418,10 +449,17 @@ def _of_vectors(eqn: JaxprEqn, indices: Rows, line: Place) -> Rows:
     return alone.without([last], line)._replace(positions=positions)
 
 
-def _indexed(indices: Rows, dims: Sequence[int], axis: int) -> list[int]:
+def _indexed(indices: Rows, dims: Sequence[int], axis: int, origin: str = "") -> list[RowAxis]:
     """Returns the axes along which entry i of the indices is i for an axis of the array."""
     columns = (ANY_COLUMN, list(dims).index(axis)) if axis in dims else ()
-    return sorted(row.axis for row, column in indices.positions if column in columns)
+    found = [row for row, column in indices.positions if column in columns]
+    return sorted(row for row in found if row.origin == origin)
+
+
+def _is_of_all(array: Rows, axis: int, size: int) -> bool:
+    """Whether the rows of all replicas, of this size each, lie along an axis, one after another."""
+    found = {(x.origin, x.inner) for x in array.axes if x.axis == axis}
+    return found == {("gathered", 1), ("replicas", size)}
 
 
 def _gather(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
@@ -447,9 +485,11 @@ def _gather(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     }
     places = {}  # of rows of which entry i of the result is row i
     for x in array.axes:
-        along = _indexed(indices, dims.start_index_map, x.axis)
-        if along and sizes[x.axis] == 1 and not x.origin and x.size == shape[x.axis]:
-            places[x] = x.at(batch[along[0]] if along[0] >= 0 else along[0])
+        is_own = not x.origin and x.size == shape[x.axis]
+        along = _indexed(indices, dims.start_index_map, x.axis, "" if is_own else "gathered")
+        if along and sizes[x.axis] == 1 and (is_own or _is_of_all(array, x.axis, along[0].size)):
+            at = along[0].axis
+            places[x] = RowAxis(batch[at] if at >= 0 else at, along[0].size)
     result = array
     lost = {x for x in array.axes if x.axis in picked and x not in places}
     if lost:
@@ -497,7 +537,10 @@ def _scatter(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
         return result
     picked = set(dims.scatter_dims_to_operand_dims) & set(dims.inserted_window_dims)
     hit = [x.axis for x in array.axes if x.axis in picked and not x.origin]
-    along = [_indexed(indices, dims.scatter_dims_to_operand_dims, axis) for axis in hit]
+    along = [
+        {row.axis for row in _indexed(indices, dims.scatter_dims_to_operand_dims, axis)}
+        for axis in hit
+    ]
     common = set(range(len(scattered))).intersection(*along) if len(hit) == len(array.axes) else ()
     rows_at = {*rest, *(scattered[row.axis] for row in own)}
     if hit and any(rows_at <= {scattered[axis]} for axis in common):
@@ -513,13 +556,14 @@ def _scatter(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
 
 def gathered(eqn: JaxprEqn, value: Rows) -> Rows:
     """Returns the rows of all replicas."""
-    dim, tiled = eqn.params["all_gather_dimension"], eqn.params["tiled"]
+    dim, tiled, num = (eqn.params[name] for name in ("all_gather_dimension", "tiled", "axis_size"))
+    inner = _shape(eqn.invars[0])[dim] if tiled else 1
+    origin = "extended" if eqn.params["axis_index_groups"] else "gathered"
 
     def move(row: RowAxis) -> list[RowAxis]:
         axis = row.axis if tiled or row.axis < dim else row.axis + 1
-        size = row.size * eqn.params["axis_size"] if tiled and row.axis == dim else row.size
-        found = [row._replace(axis=axis, size=size, origin="gathered")]
-        return found if tiled else [*found, RowAxis(dim, eqn.params["axis_size"], 1, "gathered")]
+        own = row._replace(axis=axis, origin=origin)
+        return [own, RowAxis(dim, num, inner, origin.replace("gathered", "replicas"))]
 
     return value.moved(move)
 
@@ -540,7 +584,6 @@ _KEEPS_OTHER_FILL = frozenset(
 _KEEPS_ZERO = frozenset(("cumsum", "cumprod", "reduce_window_sum"))
 # The only result that keeps them: values, not their positions or vectors.
 FILLED_RESULT = {"approx_top_k": 0, "eigh": 1, "svd": 0, "top_k": 0}
-_KEEPS_INDEX = frozenset(("convert_element_type", "lt", "add", "select_n"))
 _FACTORS = ("cholesky", "lu", "qr", "eigh", "eig", "svd", "schur", "householder_product")
 _SOLVERS = ("triangular_solve", "tridiagonal_solve")
 _WINDOWS = ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")

@@ -14,7 +14,14 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, axes_of, is_collective
-from mirror._src.jaxprs.equations import Interpreter, Scan, While, is_within_file, line_within
+from mirror._src.jaxprs.equations import (
+    Interpreter,
+    Scan,
+    While,
+    equations,
+    is_within_file,
+    line_within,
+)
 from mirror._src.jaxprs.primitives import PASSING
 from mirror._src.jaxprs.row_facts import (
     ANY_COLUMN,
@@ -22,6 +29,7 @@ from mirror._src.jaxprs.row_facts import (
     NO_LINES,
     NO_POSITIONS,
     NO_ROWS,
+    REPLICA,
     Excludes,
     Place,
     RowAxis,
@@ -85,6 +93,8 @@ class _Pass(Interpreter[Rows]):
             axis = eqn.params["dimension"]
             along = RowAxis(axis, eqn.params["shape"][axis])
             return [NO_ROWS._replace(positions=frozenset({(along, ANY_COLUMN)}))]
+        if name == "axis_index":
+            return [NO_ROWS._replace(constant=REPLICA)]
         rule = RULES.get(name)
         if all(map(is_plain, operands)):
             is_known = rule in CONSTANT_RULES and bool(operands)
@@ -138,7 +148,8 @@ class _Pass(Interpreter[Rows]):
         # Statistics of all replicas are no longer a matter of one replica.
         padded = lines | {place._replace(is_statistics=False) for place in operand.padded}
         groups = eqn.params.get("axis_index_groups")
-        count = operand.num_summed * (len(groups[0]) if groups else self.num_replicas)
+        num = len(groups[0]) if groups else self.num_replicas
+        count = frozenset(num * each for each in operand.num_summed)
         # Some replica has examples, but perhaps none in a group.
         is_mask = operand.is_mask and (bool(groups) or name == "all_gather")
         result = operand._replace(padded=padded, means=NO_LINES, is_mask=is_mask, num_summed=count)
@@ -156,6 +167,9 @@ class _Pass(Interpreter[Rows]):
         self.depth += 1
         index = -self.depth
         before: list[Value] = [("carry", self.depth, i) for i in range(scan.num_carry)]
+        for i in scan.counters:
+            if carry[i].constant == 0 and not scan.reverse:
+                before[i] = ("round", self.depth, scan.length)
 
         def outside(value: Rows) -> Rows:
             value = value.filled(lambda axis: _if_not(value.value(axis), before))
@@ -169,16 +183,23 @@ class _Pass(Interpreter[Rows]):
             )
             for x in scanned
         ]
-        while True:
+        # A ring has a round for each replica, and each round has the rows of another one.
+        is_ring = 0 < scan.length <= self.num_replicas and any(
+            eqn.primitive.name == "ppermute" for eqn in equations(scan.body.jaxpr)
+        )
+        rounds: list[list[Rows]] = []
+        is_last = False
+        while not is_last:
             carried = [x._replace(constant=c) for x, c in zip(carry, before, strict=True)]
             outputs = self.call(scan.body, [*consts, *carried, *inside])
             pairs = zip(outputs, before, strict=False)
             # A step over a row of padding may leave the carry as it is.
             after = [outside(x.without([index], line, functools.partial(eq, c))) for x, c in pairs]
-            joined = [join([a, b]) for a, b in zip(carry, after, strict=True)]
-            if joined == carry:
-                break
+            joined = after if is_ring else list(map(join, zip(carry, after, strict=True)))
+            rounds = [*rounds, outputs] if is_ring else [outputs]
+            is_last = len(rounds) == scan.length if is_ring else joined == carry
             carry = joined
+        results = [join(each) for each in zip(*rounds, strict=True)]
         self.depth -= 1
 
         def stacked(row: RowAxis) -> tuple[RowAxis]:
@@ -186,7 +207,7 @@ class _Pass(Interpreter[Rows]):
                 row.at(row.axis + 1 if row.axis >= 0 else 0 if row.axis == index else row.axis),
             )
 
-        return [*carry, *(outside(x).moved(stacked) for x in outputs[scan.num_carry :])]
+        return [*carry, *(outside(x).moved(stacked) for x in results[scan.num_carry :])]
 
     def while_loop(self, eqn: JaxprEqn, operands: list[Rows]) -> list[Rows]:
         loop, line = While(eqn), self.place(eqn)
