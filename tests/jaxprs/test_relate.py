@@ -178,6 +178,9 @@ EQUAL = {
             pieces(x),
         )[0]
     ),
+    "by counted ones": lambda w, x, y: pmean(
+        gradient(lambda *a: total(*a) / jnp.ones(len(a[2])).sum())(w, x, y)
+    ),
     "scaled roots": lambda w, x, y: (lambda g: g / jnp.linalg.norm(g))(
         psum(gradient(mean)(w, x, y))
     ),

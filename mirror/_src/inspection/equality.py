@@ -25,7 +25,17 @@ from mirror._src.engine.runner import Runner
 from mirror._src.engine.variable import Variable
 from mirror._src.jaxprs.additive import Dependence
 from mirror._src.jaxprs.relate import guess, relate
-from mirror._src.jaxprs.relations import SAME, ZERO, Cause, Kind, Relation, Why, other, rows
+from mirror._src.jaxprs.relations import (
+    SAME,
+    UNIFORM,
+    ZERO,
+    Cause,
+    Kind,
+    Relation,
+    Why,
+    other,
+    rows,
+)
 
 _UNKNOWN = "unknown"
 DIFFERENT = "different"
@@ -209,9 +219,14 @@ def _sums(plan: Plan) -> set[int]:
 def inputs_of(
     call: Call, step: ReplicaFunction, n: int, *, has_own_samples: bool = False
 ) -> tuple[list[Relation], tuple[jax.ShapeDtypeStruct, ...]]:
-    """Returns the relations of the inputs of a step, and their types on one device."""
+    """Returns the relations of the inputs of a step, and their types on one device.
+
+    Where samples of the replicas count as equal, the mask of a trainer's step is all True: a
+    trainer rejects padding that changes a result.
+    """
     relations, types = list[Relation](), list[jax.ShapeDtypeStruct]()
     num_state = len(call.state)
+    is_ours = is_our_module(getattr(call.fn, "__module__", None))
     for i, (aval, differs, name) in enumerate(
         zip(step.avals, step.per_replica, call.input_names, strict=True)
     ):
@@ -221,7 +236,8 @@ def inputs_of(
         elif i < num_state or not aval.shape:
             relations.append(other(Why.SAMPLES if is_key else Why.UNKNOWN, "input", name))
         else:
-            relations.append(rows(0))
+            is_mask = has_own_samples and is_ours and name == "mask"
+            relations.append(rows(0)._replace(pieces=UNIFORM if is_mask else None))
             shape = (n * aval.shape[0], *aval.shape[1:])
             aval = jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=aval.weak_type)
         types.append(aval)

@@ -461,6 +461,8 @@ def _of_rounds(pair: Pair, found: Relation, operands: list[Relation]) -> Relatio
         return found._replace(pieces=pair.rounds)
     if found.kind is Kind.SAME:
         return found._replace(pieces=outermost(varying))
+    if found.kind is Kind.PART and [x.pieces for x in operands] == [UNIFORM]:
+        return SAME.by(found.scale / pair.num_replicas)  # a sum of equal rows
     if found.kind is not Kind.ROWS or varying or is_collected:
         return found
     along = [(x, a) for x, a in zip(operands, pair.eqn.invars, strict=True) if x.kind is Kind.ROWS]
