@@ -181,6 +181,9 @@ EQUAL = {
     "by counted ones": lambda w, x, y: pmean(
         gradient(lambda *a: total(*a) / jnp.ones(len(a[2])).sum())(w, x, y)
     ),
+    "zeros that are padded": lambda w, x, y: w + psum(jnp.pad(jnp.zeros((2, 3)), ((0, 1), (0, 0)))),
+    "zeros that rows pick": lambda w, x, y: w + psum(jnp.zeros((5, 3))[y].sum(0)),
+    "zeros beside zeros": lambda w, x, y: w + psum(jnp.zeros((3, 3)).at[0].set(jnp.zeros(3))),
     "scaled roots": lambda w, x, y: (lambda g: g / jnp.linalg.norm(g))(
         psum(gradient(mean)(w, x, y))
     ),
@@ -332,6 +335,14 @@ OTHERS = {
     "sums that are filled": (
         lambda w, x, y: psum(x.sum(0).at[jnp.arange(5)].get(mode="fill", fill_value=1.0)),
         Why.UNKNOWN,
+    ),
+    "zeros that rows pick, or one": (
+        lambda w, x, y: w + psum(jnp.zeros((5, 3)).at[y].get(mode="fill", fill_value=1.0).sum(0)),
+        Why.UNKNOWN,
+    ),
+    "zeros that a function changes": (
+        lambda w, x, y: w + psum(jnp.zeros((3, 3)).at[0].apply(jnp.cos)),
+        None,
     ),
     "weights by rows that are filled": (
         lambda w, x, y: psum((w[0] / len(x)).at[y].get(mode="fill", fill_value=1.0).sum()),

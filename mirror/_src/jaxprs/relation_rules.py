@@ -23,6 +23,7 @@ from mirror._src.jaxprs.primitives import (
     ADDITION,
     CASTING,
     ELEMENTWISE,
+    JOINING,
     KEY,
     LINEAR,
     PASSING,
@@ -30,6 +31,7 @@ from mirror._src.jaxprs.primitives import (
     PRIMITIVES,
     REDUCTION,
     SAMPLER,
+    SCATTER,
     SHAPING,
     op_of,
 )
@@ -367,8 +369,8 @@ def _result(pair: Pair, operands: list[Relation]) -> list[Relation]:
         return [_passed_on(pair, found, operands)] * count
     if any(x.kind is Kind.SPREAD for x in operands):
         return [pair.other(Why.PART)] * count
-    is_zero = operands and all(x.kind is Kind.ZERO for x in operands)
-    if is_zero and (name in _KEEPS_ZERO or pair.eqn.params.get("y", 0) > 0):  # `integer_pow`
+    keeps_zero = name in _KEEPS_ZERO or pair.eqn.params.get("y", 0) > 0  # `integer_pow`
+    if keeps_zero and all(x.kind is Kind.ZERO for x in _values(pair, operands)):
         return [ZERO] * count
     if all(x.is_equal for x in operands) and _is_same_operation(pair):
         outputs = zip(pair.eqn.outvars, pair.whole.outvars, strict=True)
@@ -376,6 +378,16 @@ def _result(pair: Pair, operands: list[Relation]) -> list[Relation]:
         if not is_scaled and all(shape_of(a) == shape_of(b) for a, b in outputs):
             return [SAME] * count
     return [_found(pair, operands) or _failed(pair, operands)] * count
+
+
+def _values(pair: Pair, operands: list[Relation]) -> list[Relation]:
+    """Returns the operands whose elements are the result's, without indices and predicates."""
+    dtype, fill = dtype_of(pair.eqn.outvars[0]), pair.eqn.params.get("fill_value")
+    is_filled = fill is not None and fill == fill and fill != 0
+    if not operands or is_filled or (pair.name == "scatter" and not overwrites(pair)):
+        return [SAME]
+    pairs = zip(operands, pair.eqn.invars, strict=True)
+    return [x for x, atom in pairs if dtype_of(atom) == dtype] or operands
 
 
 def _passed_on(pair: Pair, x: Relation, operands: list[Relation]) -> Relation:
@@ -496,9 +508,19 @@ _RULES: dict[str, Rule] = {
 _PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
 _SORTS = frozenset({"sort", "top_k"})
 _CHOOSES = PICKING | {"mul", "select_n", "slice"}
-_KEEPS_ZERO = SHAPING | {"abs", "add", "add_any", "concatenate", "convert_element_type", "copy"}
-_KEEPS_ZERO |= {"cumsum", "dynamic_slice", "mul", "neg", "reduce_max", "reduce_min", "reduce_or"}
-_KEEPS_ZERO |= {"reduce_sum", "select_n", "sub", "sqrt", "square", "tanh"}
+_KEEPS_ZERO = (
+    SHAPING
+    | PICKING
+    | JOINING
+    | LINEAR
+    | ADDITION
+    | CASTING
+    | SCATTER
+    | {
+        *("abs", "copy", "dynamic_update_slice", "mul", "reduce_max", "reduce_min", "reduce_or"),
+        *("select_n", "sqrt", "square", "tanh"),
+    }
+)
 # A softmax forgets the factor of a logarithm, and a clipped gradient its own factor.
 _HIDES_FACTOR = frozenset(
     {"log", "log1p", "log2", "clamp", "max", "min", "eq", "ge", "gt", "le", "lt", "ne"}
