@@ -38,6 +38,12 @@ def scanned(s, m):
     return jax.lax.scan(add, jnp.zeros(len(s)), (s.T, m))[0]
 
 
+def called(fn, x):
+    """Returns what a function of NumPy makes of rows, which no analysis can know."""
+    kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(lambda v: np.asarray(fn(v), v.dtype), kind, jax.lax.stop_gradient(x))
+
+
 def wide(s, m):
     return jnp.broadcast_to(m, s.shape)
 
@@ -151,6 +157,7 @@ WRONG = {
     "last": lambda s, m, z: (s * m)[:, -1],
     "matrix product": lambda s, m, z: (jnp.where(m, s, 1) @ jnp.ones(len(m))) ** 2,
     "scan": lambda s, m, z: scanned(s + 1, m >= 0),
+    "callback": lambda s, m, z: z[:, 0] * called(lambda v: v - v.mean(), z[:, 0]),
     "mean by a product": lambda s, m, z: s @ (m / 1) / len(m),
 }
 
@@ -226,6 +233,13 @@ FINITE = {
     ),
     "softmax where": lambda z, m: (jax.nn.softmax(z @ z.T, where=m[None]) @ z).sum(-1),
     "softmax of -1e9": lambda z, m: (jax.nn.softmax(jnp.where(m, z @ z.T, -1e9)) @ z).sum(-1),
+    "callback": lambda z, m: cross_entropy(z) + called(np.cos, z[:, 0]),
+    "random callback": lambda z, m: (
+        cross_entropy(z) + called(lambda v: np.random.randn(*v.shape), z[:, 0])
+    ),
+    "callback for two rows": lambda z, m: (
+        cross_entropy(z) + called(lambda v: v.reshape(2), z[:, 0])
+    ),
     "weights": lambda z, m: mirror.Weighted(cross_entropy(z) * m, m * 1.0),
 }
 

@@ -98,6 +98,9 @@ def of_all(model, batch):
 OF_OTHER_ROWS = {
     "contrastive": contrastive,
     "hardest": of_hardest,
+    "beside collectives": lambda m, b: (
+        contrastive(m, b) + mirror.all_reduce("mean", losses(m, b).mean())
+    ),
     "ranks": lambda m, b: losses(m, b) * jnp.argsort(jnp.argsort(losses(m, b))),
     "next row": lambda m, b: losses(m, b) * jnp.roll(losses(m, b), 1),
     "weights": lambda m, b: mirror.Weighted(

@@ -19,7 +19,7 @@ from mirror._src.base.types import PyTree
 from mirror._src.data.padded import PaddedBatch
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 from mirror._src.inspection.measurement import copy_of
-from mirror._src.jaxprs.collective_eqns import is_collective
+from mirror._src.jaxprs.collective_eqns import is_collective, is_stateful
 from mirror._src.jaxprs.equations import equations
 from mirror._src.jaxprs.primitives import SAMPLER
 from mirror._src.jaxprs.row_facts import NO_ROWS, Place, Rows, row
@@ -31,7 +31,7 @@ Step = Callable[..., Any]
 
 _OF_MASK = frozenset({Place("the mask")})
 _MASK = "mask = mirror.example_mask(batch)"
-_MOST_ROWS = 16  # of which the losses are compared with the losses of both halves
+_MOST_ROWS, _MOST_REPLICAS = 16, 8  # whose losses are compared as numbers
 _RTOL = 1e-3
 _NEGATED = ("train", "training", "is_training")
 _MODES = (*_NEGATED, "deterministic", "use_running_average", "inference")
@@ -44,11 +44,13 @@ class Mixing(NamedTuple):
         mixed: Lines at which a result came to depend on other rows.
         padded: Those at which padding enters.
         means: Those at which a replica divides by the number of its examples.
+        unknown: Lines of operations that are not known.
     """
 
     mixed: tuple[Place, ...]
     padded: tuple[Place, ...]
     means: tuple[Place, ...]
+    unknown: tuple[Place, ...]
 
 
 @final
@@ -132,6 +134,8 @@ class RowCheck:
         if padded.num_examples >= padded.num_batches * n * rows:
             return [padded]
         mixing = self._mixing(step, model, padded, only_rows=not changes_state)
+        if mixing.unknown and not mixing.padded and self._has_padding(step, model, padded):
+            mixing = mixing._replace(padded=mixing.unknown)
         sizes = padded.sizes or (padded.num_examples,)
         # Statistics over the examples of a replica or piece that has none would be 0 / 0.
         has_empty = min(sizes) <= n * rows - rows // num_pieces
@@ -181,8 +185,8 @@ class RowCheck:
     def warn_of_own_rows(self, step: Step, model: Any, padded: PaddedBatch) -> None:
         """Warns of a loss for which the other rows of a replica's batch count.
 
-        One device has other rows there. The numbers of some rows, and of both halves of them,
-        decide: a mean over the rows, for example, adds up to the same.
+        One device has other rows there. Numbers decide: a mean over the rows, for example, adds up
+        to the same. Random numbers of replicas are meant to differ.
 
         Args:
             step: Step that computes the losses of the examples, in evaluation mode.
@@ -191,49 +195,88 @@ class RowCheck:
         """
         if self._strategy.num_replicas_in_sync == 1:
             return
+        mixing = self._mixing(step, model, padded, only_rows=True)
+        places = [place for place in mixing.mixed if not place.is_statistics]
+        eqns = equations(self._program(step, model, padded)[0].jaxpr)
+        is_random = any(eqn.primitive.name in SAMPLER for eqn in eqns)
+        is_together = any(map(is_collective, eqns))
+        if not places or is_random or (is_together and self._strategy._spans_processes):
+            return
+        batch, mask = self._first_rows(padded, None if is_together else _MOST_REPLICAS)
+        every = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), (batch, mask))
+        parts = [jax.tree.map(lambda x, i=i: x[i : i + 1], (batch, mask)) for i in range(len(mask))]
         try:
-            mixing = self._mixing(step, model, padded, only_rows=True)
-            places = [place for place in mixing.mixed if not place.is_statistics]
-            eqns = equations(self._program(step, model, padded)[0].jaxpr)
-            is_random = any(eqn.primitive.name in SAMPLER or is_collective(eqn) for eqn in eqns)
-            differing = [] if is_random or not places else self._in_halves(step, model, padded)
+            whole = self._sums(step, model, *every)
+            if is_together:
+                alone = self._sums(step, model, batch, mask)
+            else:
+                alone = np.sum([self._sums(step, model, *part) for part in parts], 0)
         except Exception:  # of a loss that requires more rows, or other ones
             return
-        for size, whole, halves in differing[:1]:
-            self._warn(
-                "own rows",
-                f"{_name(step)} looks across the examples of each replica at {_lines(places)}, so "
-                "that the results depend on the number of replicas: the losses of "
-                f"{size} examples add up to {whole:.4g}, and of two batches with half of them to "
-                f"{halves:.4g}. Look across all: mirror.all_gather(x). If each replica is meant to "
-                "use its own examples, pass mirror.Trainer(..., require_equal=False).",
-            )
+        for x, y in zip(whole, alone, strict=True):
+            if _differ(x, y):
+                self._warn(
+                    "own rows",
+                    f"{_name(step)} looks across the examples of each replica at {_lines(places)}, "
+                    "so that the results depend on the number of replicas: the losses of "
+                    f"{mask.sum()} examples add up to {x:.4g} on one device, and to {y:.4g} on "
+                    f"{counted(len(mask), 'replica')}. Look across all: mirror.all_gather(x). If "
+                    "each replica is meant to use its own examples, pass "
+                    "mirror.Trainer(..., require_equal=False).",
+                )
 
-    def _in_halves(
-        self, step: Step, model: Any, padded: PaddedBatch
-    ) -> list[tuple[int, float, float]]:
-        """Returns sums that differ: a number of rows, the sum over them, and over both halves."""
-        is_group = len(_shape(padded)) == 3
+    def _has_padding(self, step: Step, model: Any, padded: PaddedBatch) -> bool:
+        """Whether numbers show that padding enters a loss with operations that are not known."""
+        program = self._program(step, model, padded)[0]
 
-        def joined(*leaves: Any) -> np.ndarray:
-            return np.concatenate([(x[0] if is_group else x)[:_MOST_ROWS] for x in leaves])
+        def differs() -> bool:
+            batch, mask = self._first_rows(padded, _MOST_REPLICAS)
+            batch = jax.tree.map(lambda x: x[mask][None, :_MOST_ROWS], batch)
+            ones = np.ones((1, min(mask.sum(), _MOST_ROWS)), bool)
 
-        parts = self._strategy.local_results((padded.batch, padded.mask))
-        own, mask = jax.tree.map(joined, *parts)
-        (is_example,) = np.nonzero(mask)
-        half = min(len(is_example), _MOST_ROWS) // 2
+            def padding(x: np.ndarray) -> np.ndarray:
+                return np.concatenate([x, x[:, -1:].repeat(2, 1)], 1)
 
-        def results(start: int, stop: int) -> list[np.ndarray]:
-            rows = is_example[start:stop]
-            batch = jax.tree.map(lambda leaf: PerReplica([leaf[rows]]), (own, mask))
-            found = self._strategy._single_runner().run(step, (*copy_of([model]), *batch), {})
-            values = (x.values[0] if is_per_replica(x) else x for x in found)
-            return [np.asarray(x, np.float64) for x in values]
+            more = jax.tree.map(padding, batch), np.pad(ones, ((0, 0), (0, 2)))
+            try:
+                sums = [self._sums(step, model, *x) for x in ((batch, ones), more, (batch, ones))]
+            except Exception:  # of a loss that requires other numbers of rows
+                return False
+            # A callback may return other numbers in each call.
+            return any(_differ(x, y) and x == z for x, y, z in zip(*sums, strict=True))
 
-        halves = [results(0, 2 * half), results(0, half), results(half, 2 * half)] if half else []
-        of_rows = (each for each in zip(*halves, strict=True) if each[0].shape[:1] == (2 * half,))
-        sums = ((float(x.sum()), float(a.sum() + b.sum())) for x, a, b in of_rows)
-        return [(2 * half, x, y) for x, y in sums if abs(x - y) > _RTOL * abs(x)]
+        eqns = equations(program.jaxpr)
+        is_random = any(eqn.primitive.name in SAMPLER or is_stateful(eqn) for eqn in eqns)
+        is_local = not (is_random or self._strategy._spans_processes)
+        return is_local and self._once((program, "numbers"), differs)
+
+    def _first_rows(self, padded: PaddedBatch, most: int | None) -> tuple[PyTree, np.ndarray]:
+        """Returns the first rows of replicas of this process, along a second axis."""
+        parts = self._strategy.local_results((padded.batch, padded.mask))[:most]
+        is_group, count = len(_shape(padded)) == 3, max(2, _MOST_ROWS // len(parts))
+
+        def stacked(*leaves: Any) -> np.ndarray:
+            return np.stack([(x[0] if is_group else x)[:count] for x in leaves])
+
+        batch, mask = jax.tree.map(stacked, *parts)
+        return batch, mask
+
+    def _sums(self, step: Step, model: Any, batch: PyTree, mask: np.ndarray) -> list[float]:
+        """Returns the sums over the examples of what a step computes of each; 0 for the rest.
+
+        Args:
+            step: The step.
+            model: Its first argument.
+            batch: Rows of one replica, which one device computes, or of each.
+            mask: Which rows are examples.
+        """
+        runner = self._strategy._single_runner() if len(mask) == 1 else self._strategy._runner
+        arguments = jax.tree.map(lambda x: PerReplica(list(x)), (batch, mask))
+        found = runner.run(step, (*copy_of([model]), *arguments), {})
+        values = [np.asarray(x.stacked if is_per_replica(x) else x) for x in found]
+        of_rows = [x.shape in (mask.shape, mask.shape[1:]) for x in values]
+        pairs = zip(values, of_rows, strict=True)
+        return [float(np.sum(x, where=mask, dtype=float)) if is_row else 0.0 for x, is_row in pairs]
 
     def warn_of_training_mode(self, step: Step, model: nnx.Module, padded: PaddedBatch) -> None:
         """Warns if an evaluation is in training mode, because the model's call has it as argument.
@@ -250,8 +293,7 @@ class RowCheck:
         if named is None:
             return
         mixing = self._mixing(step, model, padded)
-        arguments = model, padded.batch, padded.mask
-        program = self._strategy._runner.traced(step, arguments, {})[1].jaxpr
+        program = self._program(step, model, padded)[0]
         evidence = []
         if any(eqn.primitive.name in SAMPLER for eqn in equations(program.jaxpr)):
             evidence.append("draws random numbers")
@@ -417,6 +459,10 @@ def _of_first(step: Step) -> Step:
         return step(model, *jax.tree.map(lambda x: x[0], (batches, masks)))
 
     return on_behalf_of(first, *users_functions(step))
+
+
+def _differ(x: float, y: float) -> bool:
+    return abs(x - y) > _RTOL * abs(x)
 
 
 def _name(step: Step) -> str:
