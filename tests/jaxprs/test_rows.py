@@ -138,6 +138,10 @@ def added_in_turn(mask, x, shift=0):
     return x.sum(-1) - jax.lax.fori_loop(0, ROWS, add, jnp.zeros(8)).sum()
 
 
+def second(x):
+    return jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 2), (2, 2), "VALID")
+
+
 def until_large(_, x):
     return jax.vmap(
         lambda r: jax.lax.while_loop(lambda v: (v < 9).any(), lambda v: v + 1, r).sum()
@@ -340,6 +344,7 @@ ACROSS = {
     "a ring in a loop, whose mask is late": (lambda m, x: ring_in_a_loop(m, x, lag=1), X),
     "a ring, by the number of rows": (lambda m, x: ring_mean(m, x, REPLICAS * ROWS), X),
     "a ring, by the number of rows of a replica": (lambda m, x: ring_mean(m, x, ROWS), X),
+    "every second row": (lambda _, x: x.sum(-1) - jnp.concatenate([second(x)] * 2).sum(-1), X),
     "features beside each other": (
         lambda _, x: jax.lax.all_gather(x, AXIS, axis=1, tiled=True).sum(-1),
         X,
@@ -516,16 +521,23 @@ ACROSS = {
 }
 
 
-def found(fn, *arguments):
+def found(fn, *arguments, num_replicas=REPLICAS):
     """Returns whether rows are mixed, and whether padding enters."""
     size = arguments[0].shape[0]
     mask = jax.ShapeDtypeStruct((size,), bool)
-    program = trace(lambda *leaves: [fn(*leaves)], [mask, *arguments], REPLICAS)
+    program = trace(lambda *leaves: [fn(*leaves)], [mask, *arguments], num_replicas)
     inputs = [row(size) if x.shape[0] == size else NO_ROWS for x in arguments]
-    rows = find_rows(program, [row(size, is_mask=True), *inputs], REPLICAS)
+    rows = find_rows(program, [row(size, is_mask=True), *inputs], num_replicas)
     places = [place for each in rows for place in each.mixed | each.padded]
     assert all(__file__.rpartition("/")[2] in place.line for place in places), places
     return any(each.mixed for each in rows), any(each.padded for each in rows)
+
+
+def test_one_replica_gathers_along_a_new_axis():
+    def loss(_, x):
+        return x.sum(-1) - jax.lax.all_gather(x, AXIS).mean(1).sum()
+
+    assert found(loss, X, num_replicas=1) == (True, True)
 
 
 def test_programs_that_look_across_rows_are_found(subtests):

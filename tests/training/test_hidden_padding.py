@@ -158,6 +158,7 @@ WRONG = {
     "matrix product": lambda s, m, z: (jnp.where(m, s, 1) @ jnp.ones(len(m))) ** 2,
     "scan": lambda s, m, z: scanned(s + 1, m >= 0),
     "callback": lambda s, m, z: z[:, 0] * called(lambda v: v - v.mean(), z[:, 0]),
+    "rows by their number": lambda s, m, z: z[:, 0] * (s * m / m.size).sum(-1),
     "mean by a product": lambda s, m, z: s @ (m / 1) / len(m),
 }
 
@@ -233,6 +234,7 @@ FINITE = {
     ),
     "softmax where": lambda z, m: (jax.nn.softmax(z @ z.T, where=m[None]) @ z).sum(-1),
     "softmax of -1e9": lambda z, m: (jax.nn.softmax(jnp.where(m, z @ z.T, -1e9)) @ z).sum(-1),
+    "features by as many as rows": lambda z, m: cross_entropy(z * m[:, None] / 2),
     "callback": lambda z, m: cross_entropy(z) + called(np.cos, z[:, 0]),
     "random callback": lambda z, m: (
         cross_entropy(z) + called(lambda v: np.random.randn(*v.shape), z[:, 0])

@@ -4,6 +4,7 @@ A new JAX release that adds a primitive adds it here, and only here.
 """
 
 import enum
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -209,3 +210,64 @@ def axis_after(eqn: JaxprEqn, axis: int) -> int | None:
         return None
     is_kept = name in ("rev", "split")
     return axis if is_kept else axis - sum(isinstance(each, int) and each < axis for each in axes)
+
+
+_MATRICES = """
+cholesky eig eigh householder_product lu qr schur svd triangular_solve tridiagonal_solve
+"""
+_WINDOWS = """
+reduce_window reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add
+"""
+_ALONG = "approx_top_k cumlogsumexp cummax cummin cumprod cumsum fft rev sort top_k"
+COMBINING = frozenset(f"{_ALONG} {_MATRICES} {_WINDOWS}".split())
+
+
+def combined_axes(eqn: JaxprEqn) -> set[int]:
+    """Returns the axes along which an operation of `COMBINING` combines or moves entries."""
+    params, name = eqn.params, eqn.primitive.name
+    ndim = min(len(atom.aval.shape) for atom in eqn.invars)
+    if "window_dimensions" in params:
+        names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+        sizes = zip(*(params[each] for each in names if each in params), strict=True)
+        pairs = enumerate(zip(sizes, params["padding"], strict=True))
+        return {i for i, (each, padding) in pairs if {*each} != {1} or any(padding)}
+    if name in _MATRICES.split():
+        return set(range(ndim - 2, ndim))
+    if name == "fft":
+        return set(range(ndim - len(params["fft_lengths"]), ndim))
+    names = ("axis", "dimension", "dimensions", "reduction_dimension")
+    axes = next((params[each] for each in names if each in params), -1)
+    return {axis % ndim for axis in (axes if isinstance(axes, tuple) else (axes,))}
+
+
+def _kept(ndim: int, *removed: Sequence[int]) -> list[int]:
+    """Returns the axes that are not among others."""
+    return [axis for axis in range(ndim) if not any(axis in axes for axes in removed)]
+
+
+def dot_axes(eqn: JaxprEqn) -> list[dict[int, int]]:
+    """Returns where the axes of both operands of a `dot_general` are that it does not contract."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    found, start = [], len(batch[0])
+    for i, atom in enumerate(eqn.invars):
+        free = _kept(len(atom.aval.shape), contracted[i], batch[i])
+        found.append({axis: k for k, axis in enumerate(batch[i])})
+        found[i] |= {axis: start + k for k, axis in enumerate(free)}
+        start += len(free)
+    return found
+
+
+def gather_axes(eqn: JaxprEqn) -> tuple[list[int], dict[int, int]]:
+    """Returns the axes of the result that the indices have, and where axes of slices are."""
+    dims, ndim = eqn.params["dimension_numbers"], len(eqn.invars[0].aval.shape)
+    kept = _kept(ndim, dims.collapsed_slice_dims, dims.operand_batching_dims)
+    batch = _kept(len(eqn.outvars[0].aval.shape), dims.offset_dims)
+    return batch, dict(zip(kept, dims.offset_dims, strict=True))
+
+
+def scatter_axes(eqn: JaxprEqn) -> tuple[list[int], dict[int, int]]:
+    """Returns the axes of the updates that the indices have, and where axes of slices are."""
+    dims, ndim = eqn.params["dimension_numbers"], len(eqn.invars[0].aval.shape)
+    kept = _kept(ndim, dims.inserted_window_dims, dims.operand_batching_dims)
+    batch = _kept(len(eqn.invars[2].aval.shape), dims.update_window_dims)
+    return batch, dict(zip(sorted(dims.update_window_dims), kept, strict=True))

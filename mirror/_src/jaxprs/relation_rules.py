@@ -33,6 +33,7 @@ from mirror._src.jaxprs.primitives import (
     SAMPLER,
     SCATTER,
     SHAPING,
+    dot_axes,
     op_of,
 )
 from mirror._src.jaxprs.relation_shapes import overwrites
@@ -283,21 +284,14 @@ def _reduction(pair: Pair, xs: list[Relation]) -> Relation | None:
 def _dot(pair: Pair, xs: list[Relation]) -> Relation | None:
     """The rule of a product of matrices."""
     (contracted, batched) = pair.eqn.params["dimension_numbers"]
-    ranks = [len(shape_of(atom)) for atom in pair.eqn.invars]
     found = []
-    for i, x in enumerate(xs):
+    for i, (x, place) in enumerate(zip(xs, dot_axes(pair.eqn), strict=True)):
         if x.kind is not Kind.ROWS or x.axis < 0:
             continue
-        free = [a for a in range(ranks[i]) if a not in contracted[i] and a not in batched[i]]
-        before = len(batched[0])
-        if i == 1:
-            before += ranks[0] - len(contracted[0]) - len(batched[0])
         if x.axis in contracted[i]:
             found.append(("sum", list(contracted[i]).index(x.axis)))
-        elif x.axis in batched[i]:
-            found.append(("batch", list(batched[i]).index(x.axis)))
         else:
-            found.append(("free", before + free.index(x.axis)))
+            found.append(("batch" if x.axis in batched[i] else "free", place[x.axis]))
     return _product(pair, xs, found)
 
 

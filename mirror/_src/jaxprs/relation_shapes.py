@@ -8,7 +8,15 @@ from fractions import Fraction
 from typing import Any
 
 from mirror._src.jaxprs.equations import jaxpr_of
-from mirror._src.jaxprs.primitives import MOVES, SCATTER, axis_after
+from mirror._src.jaxprs.primitives import (
+    COMBINING,
+    MOVES,
+    SCATTER,
+    axis_after,
+    combined_axes,
+    gather_axes,
+    scatter_axes,
+)
 from mirror._src.jaxprs.relations import (
     SAME,
     ZERO,
@@ -30,30 +38,12 @@ _ONE = Fraction(1)
 _EXACT = (Kind.ZERO, Kind.SAME)
 
 
-def _along(name: str, *, is_linear: bool = False) -> Rule:
-    """Returns the rule of an operation that combines entries along the axis of a parameter."""
-
-    def rule(pair: Pair, xs: list[Relation]) -> Relation | None:
-        along = pair.eqn.params[name]
-        axes = along if isinstance(along, tuple) else (along,)
-        return _batched(xs, lambda axis: axis not in axes, is_linear=is_linear)
-
-    return guarded(rule, "name")
-
-
-def _along_last(count: int) -> Rule:
-    """Returns the rule of an operation that combines entries along the last axes."""
-
-    def rule(pair: Pair, xs: list[Relation]) -> Relation | None:
-        last = min(len(shape_of(atom)) for atom in pair.eqn.invars) - count
-        return _batched(xs, lambda axis: axis < last)
-
-    return guarded(rule)
-
-
-def _fft(pair: Pair, xs: list[Relation]) -> Relation | None:
-    last = len(shape_of(pair.eqn.invars[0])) - len(pair.eqn.params["fft_lengths"])
-    return _batched(xs, lambda axis: axis < last, is_linear=True)
+def _combined(pair: Pair, xs: list[Relation]) -> Relation | None:
+    """The rule of operations that combine entries along some axes, or move them."""
+    if pair.name == "reduce_window_max" and xs[0].kind is Kind.PART:
+        return None
+    axes = combined_axes(pair.eqn)
+    return _batched(xs, lambda axis: axis not in axes, is_linear=pair.name in _SCALED)
 
 
 def _triangular_solve(pair: Pair, xs: list[Relation]) -> Relation | None:
@@ -83,26 +73,10 @@ def _batched(
     return found if found.scale == 1 or is_linear else None
 
 
-def _window(pair: Pair, xs: list[Relation]) -> Relation | None:
-    params = pair.eqn.params
-    names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
-
-    def is_free(axis: int) -> bool:
-        if axis < 0:
-            return True
-        sizes = [params[name][axis] for name in names if name in params]
-        return all(size == 1 for size in sizes) and tuple(params["padding"][axis]) == (0, 0)
-
-    is_linear = pair.name in ("reduce_window_sum", "reduce_window_max")
-    if pair.name == "reduce_window_max" and xs[0].kind is Kind.PART:
-        return None
-    return _batched(xs, is_free, is_linear=is_linear)
-
-
 def _pooled(pair: Pair, xs: list[Relation]) -> Relation | None:
     """The rule of the gradient of max-pooling, which is linear in its first operand."""
     source, operand = xs
-    found = _window(pair, [source._replace(scale=_ONE), operand])
+    found = _combined(pair, [source._replace(scale=_ONE), operand])
     return found._replace(scale=source.scale) if found is not None else None
 
 
@@ -289,19 +263,16 @@ def _gather(pair: Pair, xs: list[Relation]) -> Relation | None:
     numbers = pair.eqn.params["dimension_numbers"]
     if pair.eqn.params["fill_value"] and (x.kind in (Kind.PART, Kind.NUMBER) or x.scale != 1):
         return None  # the number in place of what is outside is not a part
-    ndim, rank = len(shape_of(pair.eqn.outvars[0])), len(shape_of(pair.eqn.invars[0]))
-    batch = [d for d in range(ndim) if d not in numbers.offset_dims]
-    outside = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    window = [d for d in range(rank) if d not in outside]
+    batch, place = gather_axes(pair.eqn)
     last = len(shape_of(pair.eqn.invars[1])) - 1
     is_own = x.kind is Kind.ROWS and x.axis >= 0
     if index.is_equal:
         if not is_own:
             return _kept(x) if pair.has_equal_params() else None
-        if x.axis in numbers.start_index_map or x.axis not in window:
+        if x.axis in numbers.start_index_map or x.axis not in place:
             return _some_rows(pair, "slice_sizes", x.axis)
         is_full = pair.is_full(x.axis, "slice_sizes")
-        return x._replace(axis=numbers.offset_dims[window.index(x.axis)]) if is_full else None
+        return x._replace(axis=place[x.axis]) if is_full else None
     if not pair.has_equal_params() or not 0 <= index.axis < last:
         return None
     if index.kind is Kind.ROWS and index.scale == 1:
@@ -338,17 +309,14 @@ def _scatter(pair: Pair, xs: list[Relation]) -> Relation | None:
         return None
     numbers = pair.eqn.params["dimension_numbers"]
     shapes = [shape_of(atom) for atom in pair.eqn.invars]
-    window_dims = numbers.update_window_dims
-    batch = [d for d in range(len(shapes[2])) if d not in window_dims]
-    outside = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
-    window = [d for d in range(len(shapes[0])) if d not in outside]
+    batch, place = scatter_axes(pair.eqn)
     if index.is_equal:
         found = common([array, update], pair.num_replicas)
         if found is not None and found.kind in (*_EXACT, Kind.PART):
             return found
-        if update.kind is not Kind.ROWS or update.axis not in window_dims:
+        if update.kind is not Kind.ROWS or update.axis not in place:
             return None
-        target = rows(window[list(window_dims).index(update.axis)], update.scale)
+        target = rows(place[update.axis], update.scale)
         is_full = shapes[0][target.axis] == shapes[2][update.axis]
         is_alike = array.kind is Kind.ZERO or array == target
         is_free = target.axis not in numbers.scatter_dims_to_operand_dims
@@ -383,19 +351,12 @@ def overwrites(pair: Pair) -> bool:
     return pair.name == "scatter" and (program is None or not jaxpr_of(program).eqns)
 
 
-_LAST_TWO = ("cholesky", "lu", "qr", "eigh", "svd")
+_SCALED = frozenset({"cumsum", "fft", "reduce_window_sum", "reduce_window_max"})
 RULES: dict[str, Rule] = {
+    **dict.fromkeys(COMBINING, guarded(_combined, "name")),
     **dict.fromkeys(MOVES, guarded(_moved)),
     **dict.fromkeys(SCATTER, guarded(_scatter, "update_jaxpr")),
-    **dict.fromkeys(("cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
-    **dict.fromkeys(("reduce_window_sum", "reduce_window_max"), guarded(_window)),
-    **dict.fromkeys(("reduce_window_min", "select_and_gather_add"), guarded(_window)),
-    **dict.fromkeys(_LAST_TWO, _along_last(2)),
-    "cumsum": _along("axis", is_linear=True),
-    "fft": guarded(_fft),
     "triangular_solve": guarded(_triangular_solve),
-    "sort": _along("dimension"),
-    "top_k": _along("axis"),
     "select_and_scatter_add": guarded(_pooled),
     "broadcast_in_dim": guarded(_broadcast, "shape", "sharding"),
     "reshape": guarded(_reshape, "new_sizes", "sharding"),

@@ -114,8 +114,9 @@ def elementwise(eqn: JaxprEqn, values: Sequence[Value]) -> Value:
         return 0.0
     if name == "mul" and REPLICA in values:
         factor = y if x == REPLICA else x
-        is_known = isinstance(factor, float) and factor.is_integer()
-        return ("replica", int(factor), 0) if is_known else None
+        if isinstance(factor, float) and factor.is_integer():
+            return "replica", int(factor), 0
+        return None
     if x in _ABSORBING.get(name, ()) or (name != "div" and y in _ABSORBING.get(name, ())):
         return x if x in _ABSORBING[name] else y
     if name in _COMMUTING and x in _NEUTRAL.get(name, ()):

@@ -9,6 +9,7 @@ from jax.extend.core import JaxprEqn
 from mirror._src.jaxprs.primitives import (
     ADDITION,
     CASTING,
+    COMBINING,
     ELEMENTWISE,
     KEY,
     LINEAR,
@@ -16,6 +17,10 @@ from mirror._src.jaxprs.primitives import (
     SAMPLER,
     SCATTER,
     axis_after,
+    combined_axes,
+    dot_axes,
+    gather_axes,
+    scatter_axes,
 )
 from mirror._src.jaxprs.row_facts import (
     ALONE,
@@ -104,6 +109,12 @@ def _scaled(eqn: JaxprEqn, operands: list[Rows], joined: Rows, line: Place) -> R
             place = line._replace(counts_padding=True)
             return joined._replace(diluted=joined.diluted | {place})
         return joined._replace(num_summed=rows.num_summed, factor=rows.factor * factor)
+    for rows, number in ((x, y.constant), (y, x.constant)):
+        if isinstance(number, float) and number and not (is_quotient and rows is y):
+            count = abs(number if is_quotient else 1 / number)
+            times = [count / row.size for row in rows.axes if row.size > 1]
+            if any(each > 0.5 and abs(each - round(each)) < 1e-3 for each in times):
+                return joined._replace(unknown=joined.unknown | {line})  # a mean, if it is summed
     return joined
 
 
@@ -156,29 +167,9 @@ def _reduction(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     return result._replace(num_summed=num_summed, factor=operands[0].factor)
 
 
-def _along(*names: str) -> Rule:
-    """Returns the rule of an operation that combines entries along the axis of a parameter."""
-
-    def rule(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
-        values = [eqn.params[name] for name in names if name in eqn.params]
-        axes = [axis for x in values for axis in (x if isinstance(x, tuple) else (x,))]
-        return _shuffled(eqn, join(operands), axes, line)
-
-    return rule
-
-
-def _along_last(count: int) -> Rule:
-    """Returns the rule of an operation that combines entries along the last axes."""
-
-    def rule(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
-        ndim = len(_shape(eqn.invars[0]))
-        return _shuffled(eqn, join(operands), range(ndim - count, ndim), line)
-
-    return rule
-
-
-def _fft(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
-    return _along_last(len(eqn.params["fft_lengths"]))(eqn, operands, line)
+def _combined(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
+    """The rule of operations that combine entries along some axes, or move them."""
+    return _shuffled(eqn, join(operands), combined_axes(eqn), line)
 
 
 def _sort(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
@@ -391,18 +382,11 @@ def _update(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
 
 
 def _dot(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
-    contracted, batch = eqn.params["dimension_numbers"]
+    contracted, _ = eqn.params["dimension_numbers"]
     sides = []
-    for i in (0, 1):
-        ndim = len(_shape(eqn.invars[i]))
-        free = [d for d in range(ndim) if d not in (*contracted[i], *batch[i])]
-        start = len(batch[0])
-        if i:
-            start += len(_shape(eqn.invars[0])) - len(contracted[0]) - len(batch[0])
-        place = {d: k for k, d in enumerate(batch[i])}
-        place |= {d: start + k for k, d in enumerate(free)}
-        place |= {d: -1000 - k for k, d in enumerate(contracted[i])}
-        sides.append(_placed(operands[i], place))
+    for x, own, place in zip(operands, contracted, dot_axes(eqn), strict=True):
+        places = place | {axis: -1000 - k for k, axis in enumerate(own)}
+        sides.append(x.moved(lambda row, at=places: (row.at(at.get(row.axis, row.axis)),)))
     constant = product([x.constant for x in sides])
     joined = join(sides)._replace(constant=constant, positions=NO_POSITIONS)
     joined = joined.filled(lambda axis: product([x.value(axis) for x in sides]))
@@ -410,10 +394,6 @@ def _dot(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     count = math.prod(_shape(eqn.invars[0])[d] for d in contracted[0])
     result = joined.without(axes, line, lambda value: value == 0).spread(joined, axes)
     return result._replace(num_summed=_counts(joined, axes, count))
-
-
-def _placed(value: Rows, place: dict[int, int]) -> Rows:
-    return value.moved(lambda row: (row.at(place.get(row.axis, row.axis)),))
 
 
 def _conv(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
@@ -431,12 +411,6 @@ def _conv(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     moved = image.moved(lambda row: (row.at(spec.out_spec[0] if row.axis >= 0 else row.axis),))
     joined = join([moved, kernel])._replace(constant=None)
     return joined.filled(lambda axis: 0.0 if moved.value(axis) == 0 else None)
-
-
-def _window(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
-    sizes = eqn.params["window_dimensions"]
-    axes = [axis for axis, size in enumerate(sizes) if size > 1]
-    return _shuffled(eqn, join(operands), axes, line)
 
 
 def _of_vectors(eqn: JaxprEqn, indices: Rows, line: Place) -> Rows:
@@ -466,13 +440,7 @@ def _gather(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     array, indices = operands[0].cut(), _of_vectors(eqn, operands[1], line)
     dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     shape = _shape(eqn.invars[0])
-    batch = [d for d in range(len(_shape(eqn.outvars[0]))) if d not in dims.offset_dims]
-    kept = [
-        d
-        for d in range(len(shape))
-        if d not in (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
-    ]
-    place = dict(zip(kept, dims.offset_dims, strict=True))
+    batch, place = gather_axes(eqn)
     for a, b in zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True):
         place[a] = batch[b]
     # JAX gathers the only row of a replica along an axis of its own.
@@ -509,14 +477,7 @@ def _scatter(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     array, indices, updates = operands[0], _of_vectors(eqn, operands[1], line), operands[2]
     dims = eqn.params["dimension_numbers"]
     joined = join([array, indices._replace(axes=NO_AXES), updates._replace(axes=NO_AXES)])
-    window = sorted(dims.update_window_dims)
-    kept = [
-        d
-        for d in range(len(_shape(eqn.invars[0])))
-        if d not in (*dims.inserted_window_dims, *dims.operand_batching_dims)
-    ]
-    place = dict(zip(window, kept, strict=True))
-    scattered = [d for d in range(len(_shape(eqn.invars[2]))) if d not in window]
+    scattered, place = scatter_axes(eqn)
     for a, b in zip(dims.operand_batching_dims, dims.scatter_indices_batching_dims, strict=True):
         place[scattered[b]] = a
     rows = updates.moved(
@@ -557,6 +518,8 @@ def _scatter(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
 def gathered(eqn: JaxprEqn, value: Rows) -> Rows:
     """Returns the rows of all replicas."""
     dim, tiled, num = (eqn.params[name] for name in ("all_gather_dimension", "tiled", "axis_size"))
+    if num == 1:
+        return value.moved(lambda row: (row.at(row.axis + (not tiled and row.axis >= dim)),))
     inner = _shape(eqn.invars[0])[dim] if tiled else 1
     origin = "extended" if eqn.params["axis_index_groups"] else "gathered"
 
@@ -584,20 +547,12 @@ _KEEPS_OTHER_FILL = frozenset(
 _KEEPS_ZERO = frozenset(("cumsum", "cumprod", "reduce_window_sum"))
 # The only result that keeps them: values, not their positions or vectors.
 FILLED_RESULT = {"approx_top_k": 0, "eigh": 1, "svd": 0, "top_k": 0}
-_FACTORS = ("cholesky", "lu", "qr", "eigh", "eig", "svd", "schur", "householder_product")
-_SOLVERS = ("triangular_solve", "tridiagonal_solve")
-_WINDOWS = ("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min")
 RULES: dict[str, Rule] = {
     **dict.fromkeys(SAMPLER | KEY, _leading),
     **dict.fromkeys(ELEMENTWISE | {"threefry2x32", "random_fold_in"}, _elementwise),
     **dict.fromkeys(REDUCTION, _reduction),
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _along("axis")),
-    "fft": _fft,
+    **dict.fromkeys(COMBINING, _combined),
     "sort": _sort,
-    "rev": _along("dimensions"),
-    "top_k": _along_last(1),
-    "approx_top_k": _along("reduction_dimension"),
-    **dict.fromkeys(_FACTORS + _SOLVERS, _along_last(2)),
     **dict.fromkeys(("broadcast_in_dim", "transpose", "squeeze"), _moved),
     "reshape": _reshape,
     "slice": _slice,
@@ -611,7 +566,6 @@ RULES: dict[str, Rule] = {
     "dynamic_update_slice": _update,
     "dot_general": _dot,
     "conv_general_dilated": _conv,
-    **dict.fromkeys(_WINDOWS, _window),
     "gather": _gather,
     **dict.fromkeys(SCATTER, _scatter),
 }

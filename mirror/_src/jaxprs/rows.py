@@ -141,6 +141,8 @@ class _Pass(Interpreter[Rows]):
             operand = moved(eqn, operand.without(positions, line, excludes))
         if not (is_nan(operand.constant) and name in ALL_REDUCES):
             operand = operand._replace(constant=None)
+        if name == "all_gather" and self.num_replicas == 1:
+            return gathered(eqn, operand)
         if self.num_replicas == 1 or not (operand.axes or operand.mixed):
             return operand
         # An average of means over unequal numbers of examples is not the mean.
@@ -159,6 +161,8 @@ class _Pass(Interpreter[Rows]):
             pairs = eqn.params["perm"]
             result = result._replace(num_summed=operand.num_summed, mixed=result.mixed | {line})
             return result.moved(lambda row: (row.permuted(pairs),))
+        if operand.axes:  # rows of another replica are padding
+            result = result._replace(unknown=result.unknown | {line})
         return result.without([row.axis for row in operand.axes], line, excludes)
 
     def scan(self, eqn: JaxprEqn, operands: list[Rows]) -> list[Rows]:
