@@ -120,11 +120,15 @@ def ring_mean(mask, x, count):
     return total / count
 
 
-def own_labels(mask, x, shift=0, size=ROWS, axis=0):
+def own_labels(mask, x, shift=0, size=ROWS, axis=0, one_hot=False):
     """Returns the score of each row and itself, among the rows of all replicas."""
     every, shown = (jax.lax.all_gather(v, AXIS, axis=axis) for v in (x, mask))
     scores = x @ every.reshape(REPLICAS * ROWS, -1).T
     labels = jnp.arange(ROWS) + jax.lax.axis_index(AXIS) * size + shift
+    if one_hot:
+        ones = jax.nn.one_hot(labels, REPLICAS * ROWS)
+        scores = jnp.where(shown.reshape(-1), scores, -1e9)
+        return optax.softmax_cross_entropy(scores, ones)
     return (
         entropy(jnp.where(shown.reshape(-1), scores, -1e9), labels)
         - scores[jnp.arange(ROWS), labels]
@@ -326,6 +330,7 @@ EXCLUDED = {  # padding does not enter
     ),
     "learned temperature": (temperature, X, WEIGHTS),
     "labels of own rows": (own_labels, X),
+    "one-hot labels of own rows": (lambda m, x: own_labels(m, x, one_hot=True), X),
     "rows by the index of a round": (added_in_turn, X),
     "a ring in a loop": (ring_in_a_loop, X),
     "a ring, by the number of examples": (lambda m, x: ring_mean(m, x, summed(m.sum())), X),
@@ -337,6 +342,7 @@ EXCLUDED = {  # padding does not enter
     ),
 }
 ACROSS = {
+    "one-hot labels of other rows": (lambda m, x: own_labels(m, x, shift=1, one_hot=True), X),
     "labels of other rows": (lambda m, x: own_labels(m, x, shift=1), X),
     "labels of rows of other sizes": (lambda m, x: own_labels(m, x, size=ROWS - 1), X),
     "labels of rows in another order": (lambda m, x: own_labels(m, x, axis=1), X),

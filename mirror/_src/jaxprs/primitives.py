@@ -176,6 +176,16 @@ CALL = of_kind(Kind.CALL)
 MAPPING = of_kind(Kind.MAPPING)
 
 
+def shape_of(atom: Any) -> tuple[int, ...]:
+    """Returns the shape of a value."""
+    return tuple(atom.aval.shape)
+
+
+def dtype_of(atom: Any) -> Any:
+    """Returns the dtype of a value."""
+    return atom.aval.dtype
+
+
 def op_of(name: str, dtype: Any = None) -> str:
     """Returns the operation of a primitive; empty for one that has none or that is not known.
 
@@ -225,7 +235,7 @@ COMBINING = frozenset(f"{_ALONG} {_MATRICES} {_WINDOWS}".split())
 def combined_axes(eqn: JaxprEqn) -> set[int]:
     """Returns the axes along which an operation of `COMBINING` combines or moves entries."""
     params, name = eqn.params, eqn.primitive.name
-    ndim = min(len(atom.aval.shape) for atom in eqn.invars)
+    ndim = min(len(shape_of(atom)) for atom in eqn.invars)
     if "window_dimensions" in params:
         names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
         sizes = zip(*(params[each] for each in names if each in params), strict=True)
@@ -250,7 +260,7 @@ def dot_axes(eqn: JaxprEqn) -> list[dict[int, int]]:
     contracted, batch = eqn.params["dimension_numbers"]
     found, start = [], len(batch[0])
     for i, atom in enumerate(eqn.invars):
-        free = _kept(len(atom.aval.shape), contracted[i], batch[i])
+        free = _kept(len(shape_of(atom)), contracted[i], batch[i])
         found.append({axis: k for k, axis in enumerate(batch[i])})
         found[i] |= {axis: start + k for k, axis in enumerate(free)}
         start += len(free)
@@ -259,15 +269,15 @@ def dot_axes(eqn: JaxprEqn) -> list[dict[int, int]]:
 
 def gather_axes(eqn: JaxprEqn) -> tuple[list[int], dict[int, int]]:
     """Returns the axes of the result that the indices have, and where axes of slices are."""
-    dims, ndim = eqn.params["dimension_numbers"], len(eqn.invars[0].aval.shape)
+    dims, ndim = eqn.params["dimension_numbers"], len(shape_of(eqn.invars[0]))
     kept = _kept(ndim, dims.collapsed_slice_dims, dims.operand_batching_dims)
-    batch = _kept(len(eqn.outvars[0].aval.shape), dims.offset_dims)
+    batch = _kept(len(shape_of(eqn.outvars[0])), dims.offset_dims)
     return batch, dict(zip(kept, dims.offset_dims, strict=True))
 
 
 def scatter_axes(eqn: JaxprEqn) -> tuple[list[int], dict[int, int]]:
     """Returns the axes of the updates that the indices have, and where axes of slices are."""
-    dims, ndim = eqn.params["dimension_numbers"], len(eqn.invars[0].aval.shape)
+    dims, ndim = eqn.params["dimension_numbers"], len(shape_of(eqn.invars[0]))
     kept = _kept(ndim, dims.inserted_window_dims, dims.operand_batching_dims)
-    batch = _kept(len(eqn.invars[2].aval.shape), dims.update_window_dims)
+    batch = _kept(len(shape_of(eqn.invars[2])), dims.update_window_dims)
     return batch, dict(zip(sorted(dims.update_window_dims), kept, strict=True))

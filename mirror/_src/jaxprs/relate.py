@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from mirror._src.jaxprs.collective_eqns import is_stateful
 from mirror._src.jaxprs.equations import Interpreter, Scan, While, inner_programs, is_ref, jaxpr_of
-from mirror._src.jaxprs.primitives import CALLBACK, ELEMENTWISE, REDUCTION, SHAPING
+from mirror._src.jaxprs.primitives import CALLBACK, ELEMENTWISE, REDUCTION, SHAPING, shape_of
 from mirror._src.jaxprs.relation_rules import result
 from mirror._src.jaxprs.relations import (
     ALONG_AXIS,
@@ -40,7 +40,6 @@ from mirror._src.jaxprs.relations import (
     other,
     outermost,
     rows,
-    shape_of,
     total_of,
     worst,
 )

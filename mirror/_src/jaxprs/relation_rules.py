@@ -34,7 +34,9 @@ from mirror._src.jaxprs.primitives import (
     SCATTER,
     SHAPING,
     dot_axes,
+    dtype_of,
     op_of,
+    shape_of,
 )
 from mirror._src.jaxprs.relation_shapes import overwrites
 from mirror._src.jaxprs.relations import (
@@ -48,13 +50,11 @@ from mirror._src.jaxprs.relations import (
     Why,
     alike,
     common,
-    dtype_of,
     guarded,
     of_each_row,
     of_pieces,
     part,
     rows,
-    shape_of,
     worst,
 )
 

@@ -16,6 +16,7 @@ from mirror._src.jaxprs.primitives import (
     combined_axes,
     gather_axes,
     scatter_axes,
+    shape_of,
 )
 from mirror._src.jaxprs.relations import (
     SAME,
@@ -31,7 +32,6 @@ from mirror._src.jaxprs.relations import (
     moved,
     part,
     rows,
-    shape_of,
 )
 
 _ONE = Fraction(1)

@@ -18,7 +18,14 @@ from jax.extend.core import JaxprEqn
 
 from mirror._src.jaxprs.collective_eqns import is_collective
 from mirror._src.jaxprs.equations import line_within
-from mirror._src.jaxprs.primitives import ADDITION, ELEMENTWISE, MOVES, axis_after
+from mirror._src.jaxprs.primitives import (
+    ADDITION,
+    ELEMENTWISE,
+    MOVES,
+    axis_after,
+    dtype_of,
+    shape_of,
+)
 
 UNIFORM = -1_000_000
 _CREATING = frozenset({"broadcast_in_dim", "iota", "random_bits", "random_split"})
@@ -287,16 +294,6 @@ Rule = Callable[[Pair, list[Relation]], Relation | None]
 def guarded(rule: Rule, *but: str) -> Rule:
     """Returns a rule that does not know operations that differ in any but these parameters."""
     return lambda pair, xs: rule(pair, xs) if pair.has_equal_params(*but) else None
-
-
-def shape_of(atom: Any) -> tuple[int, ...]:
-    """Returns the shape of a value."""
-    return tuple(atom.aval.shape)
-
-
-def dtype_of(atom: Any) -> Any:
-    """Returns the dtype of a value."""
-    return atom.aval.dtype
 
 
 def is_within_shapes(relation: Relation, aval: Any, whole: Any, num_replicas: int) -> bool:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from mirror._src.jaxprs.primitives import CASTING, PASSING, op_of
+from mirror._src.jaxprs.primitives import CASTING, PASSING, dtype_of, op_of
 
 Value: TypeAlias = float | tuple[str, int, int] | None
 
@@ -209,10 +209,6 @@ def _cast(value: Value, eqn: JaxprEqn) -> Value:
         return None
     with np.errstate(all="ignore"):
         return _number(np.real(np.asarray(value).astype(dtype)).astype(np.float64))
-
-
-def dtype_of(atom: Any) -> Any:
-    return atom.aval.dtype
 
 
 def limits(dtype: Any) -> tuple[float, float]:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
 
 from jax.extend.core import JaxprEqn
 
@@ -19,8 +18,10 @@ from mirror._src.jaxprs.primitives import (
     axis_after,
     combined_axes,
     dot_axes,
+    dtype_of,
     gather_axes,
     scatter_axes,
+    shape_of,
 )
 from mirror._src.jaxprs.row_facts import (
     ALONE,
@@ -35,7 +36,6 @@ from mirror._src.jaxprs.row_facts import (
     RowAxis,
     Rows,
     Value,
-    dtype_of,
     elementwise,
     is_nan,
     join,
@@ -47,10 +47,6 @@ from mirror._src.jaxprs.row_facts import (
 )
 
 Rule = Callable[[JaxprEqn, list[Rows], Place], Rows]
-
-
-def _shape(atom: Any) -> tuple[int, ...]:
-    return tuple(atom.aval.shape)
 
 
 def _elementwise(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
@@ -71,7 +67,24 @@ def _elementwise(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     joined = _still_summed(eqn, operands, joined)
     if name == "lt" and operands[0].positions and operands[1].constant == 0:
         joined = joined._replace(constant=0.0)  # JAX adds the size to a negative index
-    return joined._replace(positions=_positions(eqn, operands))
+    joined = joined._replace(positions=_positions(eqn, operands))
+    return _own_column(operands, joined) if name == "eq" else joined
+
+
+def _own_column(operands: list[Rows], joined: Rows) -> Rows:
+    """Returns whether a column of all rows is the row itself, as in one-hot labels of them.
+
+    In the rows that are examples, it is not the column of padding.
+    """
+    for x, y in (operands, operands[::-1]):
+        for row, _ in x.positions:
+            for column, _ in y.positions:
+                if row.origin and not column.origin and row.axis != column.axis:
+                    own = RowAxis(column.axis, row.size, 1, "gathered")
+                    rest = RowAxis(column.axis, column.size // row.size, row.size, "replicas")
+                    fills = frozenset({(own, 0.0), (rest, 0.0)})
+                    return joined._replace(axes=joined.axes | {own, rest}, fills=fills)
+    return joined
 
 
 def _positions(eqn: JaxprEqn, operands: list[Rows]) -> Positions:
@@ -152,7 +165,7 @@ def moved(eqn: JaxprEqn, value: Rows) -> Rows:
 
 def _reduction(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     name, axes, joined = eqn.primitive.name, eqn.params["axes"], join(operands)
-    count = math.prod(_shape(eqn.invars[0])[axis] for axis in axes)
+    count = math.prod(shape_of(eqn.invars[0])[axis] for axis in axes)
     result = joined.without(axes, line, neutral(name, dtype_of(eqn.invars[0])))
     result = moved(eqn, result)
     result = result.filled(lambda axis: reduction(eqn, result.value(axis), count))
@@ -205,7 +218,7 @@ def _moved(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
 
 def _tile(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
     repeated = {axis for axis, count in enumerate(eqn.params["reps"]) if count != 1}
-    sizes = [_shape(eqn.invars[0])[axis] for axis in repeated]
+    sizes = [shape_of(eqn.invars[0])[axis] for axis in repeated]
     return _extended(operands[0], repeated, operands, [(operands[0], n, 0) for n in sizes])
 
 
@@ -216,7 +229,7 @@ def _unstack(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
 def _stack(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
     axis = eqn.params["axis"]
     joined = join(operands).moved(lambda row: (row.at(row.axis + (row.axis >= axis)),))
-    is_last = axis == len(_shape(eqn.outvars[0])) - 1
+    is_last = axis == len(shape_of(eqn.outvars[0])) - 1
     return joined._replace(positions=_columns(operands) if is_last else NO_POSITIONS)
 
 
@@ -226,7 +239,7 @@ def _columns(operands: list[Rows]) -> Positions:
 
 
 def _reshape(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
-    old, new = _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     lost = []
 
     def move(row: RowAxis) -> list[RowAxis]:
@@ -258,19 +271,17 @@ def _reshape(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
 
 def _slice(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     """The rule of slices: a slice of concatenated rows may undo the concatenation."""
-    result, sizes = operands[0], _shape(eqn.outvars[0])
+    result, sizes = operands[0], shape_of(eqn.outvars[0])
     for other in operands[1:]:  # indices
         result = join([result, other._replace(axes=NO_AXES)])
-    shape = _shape(eqn.invars[0])
+    shape = shape_of(eqn.invars[0])
     cut = {axis for axis, size in enumerate(shape) if sizes[axis] != size}
     result = result._replace(fills=operands[0].fills, constant=operands[0].constant)
     result = result._replace(positions=NO_POSITIONS)
     for axis, start in enumerate(operands[1:]):  # entry i in round i of a loop, as of a `scan`
         match start.constant:
             case ("round", depth, length) if sizes[axis] == 1 and length <= shape[axis]:
-                result = result.moved(
-                    lambda row: (row.at(-depth) if row.axis == axis else row,)  # noqa: B023
-                )
+                result = _placed(result, {axis: -depth})
     starts = eqn.params.get("start_indices")
     if starts is None or set(eqn.params["strides"] or ()) - {1}:
         return _picked(result, cut, line)
@@ -308,11 +319,11 @@ def _split(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
 
 def _concatenate(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
     # Indices [i, j] of rows and columns, as in logits[jnp.arange(n), labels].
-    dimension, ndim = eqn.params["dimension"], len(_shape(eqn.outvars[0]))
-    are_columns = dimension == ndim - 1 and all(_shape(x)[-1] == 1 for x in eqn.invars)
+    dimension, ndim = eqn.params["dimension"], len(shape_of(eqn.outvars[0]))
+    are_columns = dimension == ndim - 1 and all(shape_of(x)[-1] == 1 for x in eqn.invars)
     joined = join(operands)._replace(positions=_columns(operands) if are_columns else NO_POSITIONS)
     axes = {dimension} if len(operands) > 1 else set()
-    sizes = [_shape(x)[dimension] for x in eqn.invars]
+    sizes = [shape_of(x)[dimension] for x in eqn.invars]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     parts = zip(operands, sizes, starts, strict=True)
     return _extended(joined, axes, operands, [each for each in parts if each[0].axes])
@@ -365,7 +376,7 @@ def _pad(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
     rows = {row.axis for row in operands[0].axes} & axes
     starts = [config[i][0] if config[i][1] >= 0 and not config[i][2] else 1 for i in rows]
     parts = [
-        (operands[0], _shape(eqn.invars[0])[i], start)
+        (operands[0], shape_of(eqn.invars[0])[i], start)
         for i, start in zip(rows, starts, strict=True)
     ]
     return _extended(join(operands), axes, operands, parts)
@@ -373,7 +384,7 @@ def _pad(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
 
 def _update(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     """The rule of `dynamic_update_slice`."""
-    shape, part = (_shape(eqn.invars[i]) for i in (0, 1))
+    shape, part = (shape_of(eqn.invars[i]) for i in (0, 1))
     cut = {axis for axis, size in enumerate(shape) if part[axis] != size}
     own, indices = operands[:2], [x._replace(axes=NO_AXES) for x in operands[2:]]
     joined = join([*own, *indices])._replace(fills=join(own).fills)
@@ -386,14 +397,18 @@ def _dot(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     sides = []
     for x, own, place in zip(operands, contracted, dot_axes(eqn), strict=True):
         places = place | {axis: -1000 - k for k, axis in enumerate(own)}
-        sides.append(x.moved(lambda row, at=places: (row.at(at.get(row.axis, row.axis)),)))
+        sides.append(_placed(x, places))
     constant = product([x.constant for x in sides])
     joined = join(sides)._replace(constant=constant, positions=NO_POSITIONS)
     joined = joined.filled(lambda axis: product([x.value(axis) for x in sides]))
     axes = [-1000 - k for k in range(len(contracted[0]))]
-    count = math.prod(_shape(eqn.invars[0])[d] for d in contracted[0])
+    count = math.prod(shape_of(eqn.invars[0])[d] for d in contracted[0])
     result = joined.without(axes, line, lambda value: value == 0).spread(joined, axes)
     return result._replace(num_summed=_counts(joined, axes, count))
+
+
+def _placed(value: Rows, place: dict[int, int]) -> Rows:
+    return value.moved(lambda row: (row.at(place.get(row.axis, row.axis)),))
 
 
 def _conv(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
@@ -415,7 +430,7 @@ def _conv(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
 
 def _of_vectors(eqn: JaxprEqn, indices: Rows, line: Place) -> Rows:
     """Returns indices whose last axis, with the numbers of one index, has no rows."""
-    last = len(_shape(eqn.invars[1])) - 1
+    last = len(shape_of(eqn.invars[1])) - 1
     alone = indices.moved(
         lambda row: (row.at(ALONE if (row.axis, row.size) == (last, 1) else row.axis),)
     )
@@ -439,7 +454,7 @@ def _is_of_all(array: Rows, axis: int, size: int) -> bool:
 def _gather(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     array, indices = operands[0].cut(), _of_vectors(eqn, operands[1], line)
     dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    shape = _shape(eqn.invars[0])
+    shape = shape_of(eqn.invars[0])
     batch, place = gather_axes(eqn)
     for a, b in zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True):
         place[a] = batch[b]
@@ -520,7 +535,7 @@ def gathered(eqn: JaxprEqn, value: Rows) -> Rows:
     dim, tiled, num = (eqn.params[name] for name in ("all_gather_dimension", "tiled", "axis_size"))
     if num == 1:
         return value.moved(lambda row: (row.at(row.axis + (not tiled and row.axis >= dim)),))
-    inner = _shape(eqn.invars[0])[dim] if tiled else 1
+    inner = shape_of(eqn.invars[0])[dim] if tiled else 1
     origin = "extended" if eqn.params["axis_index_groups"] else "gathered"
 
     def move(row: RowAxis) -> list[RowAxis]:

@@ -22,7 +22,7 @@ from mirror._src.jaxprs.equations import (
     is_within_file,
     line_within,
 )
-from mirror._src.jaxprs.primitives import PASSING
+from mirror._src.jaxprs.primitives import PASSING, dtype_of
 from mirror._src.jaxprs.row_facts import (
     ANY_COLUMN,
     NO_FILLS,
@@ -36,7 +36,6 @@ from mirror._src.jaxprs.row_facts import (
     Rows,
     Value,
     constant_of,
-    dtype_of,
     is_nan,
     is_plain,
     join,
