@@ -146,6 +146,11 @@ def second(x):
     return jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 2), (2, 2), "VALID")
 
 
+def written_in_turn(write):
+    """Writes the value of a row in each round."""
+    return lambda _, x: jax.lax.fori_loop(0, ROWS, lambda i, t: write(t, i, x[i]), jnp.zeros(ROWS))
+
+
 def until_large(_, x):
     return jax.vmap(
         lambda r: jax.lax.while_loop(lambda v: (v < 9).any(), lambda v: v + 1, r).sum()
@@ -256,6 +261,12 @@ ONE_BY_ONE = {
         TOKENS,
     ),
 }
+for_loops = {
+    "set": lambda t, i, row: t.at[i].set((row**2).sum()),
+    "added": lambda t, i, row: t.at[i].add(jnp.sin(row).sum()),
+    "updated": lambda t, i, row: jax.lax.dynamic_update_slice(t, row[:1], (i,)),
+}
+ONE_BY_ONE |= {f"{name} in turn": (written_in_turn(fn), X) for name, fn in for_loops.items()}
 EXCLUDED = {  # padding does not enter
     "batch norm": (normalized(masked=True), X),
     "sums": (
@@ -342,6 +353,8 @@ EXCLUDED = {  # padding does not enter
     ),
 }
 ACROSS = {
+    "sums so far in turn": (written_in_turn(lambda t, i, row: t.at[i].set(t.sum() + row[0])), X),
+    "written to the next row": (written_in_turn(lambda t, i, row: t.at[i + 1].set(row[0])), X),
     "one-hot labels of other rows": (lambda m, x: own_labels(m, x, shift=1, one_hot=True), X),
     "labels of other rows": (lambda m, x: own_labels(m, x, shift=1), X),
     "labels of rows of other sizes": (lambda m, x: own_labels(m, x, size=ROWS - 1), X),

@@ -278,14 +278,21 @@ def _slice(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     cut = {axis for axis, size in enumerate(shape) if sizes[axis] != size}
     result = result._replace(fills=operands[0].fills, constant=operands[0].constant)
     result = result._replace(positions=NO_POSITIONS)
-    for axis, start in enumerate(operands[1:]):  # entry i in round i of a loop, as of a `scan`
-        match start.constant:
-            case ("round", depth, length) if sizes[axis] == 1 and length <= shape[axis]:
-                result = _placed(result, {axis: -depth})
+    for axis, start in enumerate(operands[1:]):
+        if sizes[axis] == 1 and (row := _round_axis(start, shape[axis])):
+            result = _placed(result, {axis: row})
     starts = eqn.params.get("start_indices")
     if starts is None or set(eqn.params["strides"] or ()) - {1}:
         return _picked(result, cut, line)
     return _picked(result, cut, line, {axis: (starts[axis], sizes[axis]) for axis in cut})
+
+
+def _round_axis(index: Rows, size: int) -> int:
+    """Returns the axis of what round i of a loop reads or writes at an index i; 0 for others."""
+    match index.constant:
+        case ("round", depth, length) if length <= size:
+            return -depth
+    return 0
 
 
 def _picked(
@@ -387,6 +394,9 @@ def _update(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     shape, part = (shape_of(eqn.invars[i]) for i in (0, 1))
     cut = {axis for axis, size in enumerate(shape) if part[axis] != size}
     own, indices = operands[:2], [x._replace(axes=NO_AXES) for x in operands[2:]]
+    for axis, start in enumerate(indices):
+        if part[axis] == 1 and (row := _round_axis(start, shape[axis])):
+            own[1] = _placed(own[1], {row: axis})
     joined = join([*own, *indices])._replace(fills=join(own).fills)
     is_cut = any(x.axis in cut for x in operands[1].axes)
     return joined._replace(unknown=joined.unknown | {line}) if is_cut else joined
@@ -500,6 +510,9 @@ def _scatter(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
             (row.at(place.get(row.axis, row.axis)),) if (row.axis in place or row.axis < 0) else ()
         )
     )
+    is_first = dims.inserted_window_dims == dims.scatter_dims_to_operand_dims == (0,)
+    if is_first and (row := _round_axis(indices, shape_of(eqn.invars[0])[0])):
+        rows = _placed(rows, {row: 0})
     rest = [row.axis for row in updates.axes if row.axis >= 0 and row.axis not in place]
     own = [row for row in indices.axes if row.axis >= 0 and scattered[row.axis] not in place]
     name, both = eqn.primitive.name, join([array, rows])
