@@ -135,11 +135,11 @@ def own_labels(mask, x, shift=0, size=ROWS, axis=0, one_hot=False):
     )
 
 
-def added_in_turn(mask, x, shift=0):
+def added_in_turn(mask, x, shift=0, count=1):
     def add(i, total):
         return total + jnp.where(mask[i + shift], x[i], 0)
 
-    return x.sum(-1) - jax.lax.fori_loop(0, ROWS, add, jnp.zeros(8)).sum()
+    return x.sum(-1) - (jax.lax.fori_loop(0, ROWS, add, jnp.zeros(8)) / count).sum()
 
 
 def second(x):
@@ -359,6 +359,7 @@ ACROSS = {
     "labels of other rows": (lambda m, x: own_labels(m, x, shift=1), X),
     "labels of rows of other sizes": (lambda m, x: own_labels(m, x, size=ROWS - 1), X),
     "labels of rows in another order": (lambda m, x: own_labels(m, x, axis=1), X),
+    "mean in turn by the number of rows": (lambda m, x: added_in_turn(m, x, count=ROWS), X),
     "mask by another index": (lambda m, x: added_in_turn(m, x, shift=-1), X),
     "a ring in a loop, whose mask is late": (lambda m, x: ring_in_a_loop(m, x, lag=1), X),
     "a ring, by the number of rows": (lambda m, x: ring_mean(m, x, REPLICAS * ROWS), X),

@@ -203,6 +203,9 @@ class _Pass(Interpreter[Rows]):
             is_last = len(rounds) == scan.length if is_ring else joined == carry
             carry = joined
         results = [join(each) for each in zip(*rounds, strict=True)]
+        for i, x in enumerate(results[: scan.num_carry]):
+            if any(row.axis == index for row in x.axes):  # it is likely to be their sum
+                carry[i] = carry[i]._replace(num_summed=frozenset({scan.length}))
         self.depth -= 1
 
         def stacked(row: RowAxis) -> tuple[RowAxis]:
