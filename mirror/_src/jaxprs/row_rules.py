@@ -127,7 +127,8 @@ def _scaled(eqn: JaxprEqn, operands: list[Rows], joined: Rows, line: Place) -> R
             count = abs(number if is_quotient else 1 / number)
             times = [count / row.size for row in rows.axes if row.size > 1]
             if any(each > 0.5 and abs(each - round(each)) < 1e-3 for each in times):
-                return joined._replace(unknown=joined.unknown | {line})  # a mean, if it is summed
+                place = line._replace(counts_padding=True)  # if it is summed
+                return joined._replace(unknown=joined.unknown | {place})
     return joined
 
 

@@ -134,8 +134,10 @@ class RowCheck:
         if padded.num_examples >= padded.num_batches * n * rows:
             return [padded]
         mixing = self._mixing(step, model, padded, only_rows=not changes_state)
-        if mixing.unknown and not mixing.padded and self._has_padding(step, model, padded):
-            mixing = mixing._replace(padded=mixing.unknown)
+        is_sum = any(not place.is_statistics for place in mixing.mixed)
+        unknown = tuple(place for place in mixing.unknown if is_sum or not place.counts_padding)
+        if unknown and not mixing.padded and self._has_padding(step, model, padded):
+            mixing = mixing._replace(padded=unknown)
         sizes = padded.sizes or (padded.num_examples,)
         # Statistics over the examples of a replica or piece that has none would be 0 / 0.
         has_empty = min(sizes) <= n * rows - rows // num_pieces
