@@ -195,7 +195,7 @@ def listing(names: Iterable[str]) -> str:
 def nearest_name(name: str, names: Iterable[str]) -> str | None:
     """Returns the most similar of the names, regardless of case, `_`, `-` and spaces, or None."""
     by_letters = {_letters(each): each for each in names}
-    found = difflib.get_close_matches(_letters(name), by_letters, n=1, cutoff=0.6)
+    found = difflib.get_close_matches(_letters(name), by_letters, n=1, cutoff=0.75)
     return by_letters[found[0]] if found else None
 
 

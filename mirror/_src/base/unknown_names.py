@@ -143,13 +143,14 @@ def _example(name: str, documented: Sequence[Any]) -> str:
     return f"For example: {calls[0].partition('  #')[0].removeprefix('return ')}" if calls else ""
 
 
-_MODULES = ("mirror", "mirror.config", "mirror.data", "mirror.callbacks", "mirror.debugging")
+_MODULES = ("mirror", *(f"mirror.{name}" for name in public_names.MODULES))
 # Objects whose attributes are looked for in other places, and how programs refer to them.
 _OBJECTS = {
     "Strategy": "strategy",
     "ReplicaContext": "mirror.get_replica_context()",
     "Trainer": "trainer",
 }
+_OTHERS = ("mirror", "mirror.callbacks", "strategy")  # owners whose advice helps at any place
 _IMPORT_FROM = dis.opmap["IMPORT_FROM"]
 
 
@@ -204,8 +205,8 @@ def suggestion(owner: str, name: str, known: Iterable[str] | None = None) -> str
     if name in NAMES_OF_PS and owner != "mirror.ps":
         return f"It is in mirror.ps: mirror.ps.{name}."
     told = advice().get((owner, name)) or _elsewhere(owner, name)
-    if told is None and owner.startswith("mirror."):
-        told = advice().get(("mirror", name))
+    if told is None:
+        told = next(filter(None, (advice().get((other, name)) for other in _OTHERS)), None)
     if told is not None:
         return told
     names = [n for n in (dir(sys.modules[owner]) if known is None else known) if n[0] != "_"]
@@ -225,7 +226,7 @@ def _elsewhere(owner: str, name: str) -> str | None:
             return f"It is in {module}: {module}.{name}."
     for kind, text in _OBJECTS.items():
         cls = getattr(sys.modules["mirror"], kind)
-        if hasattr(cls, name) and not text.startswith(owner):
+        if hasattr(cls, name) and text != owner:
             where = " in a step" if kind == "ReplicaContext" else ""
             call = "(...)" if callable(getattr(cls, name)) else ""
             return f"It belongs to a {kind}{where}: {text}.{name}{call}."
