@@ -220,6 +220,17 @@ def check_run_accepts_its_own_weakly_typed_results(strategy, number):
     assert len(traced) <= 2
 
 
+def test_steps_take_and_return_every_kind_of_numpy_array(subtests):
+    """As batches and `PerReplica` do; JAX reads the bytes of another machine as other numbers."""
+    x = np.arange(4).reshape(2, 2)
+    kinds = [*map(x.astype, (">f4", ">i2", ">c8")), np.ma.masked_array(x)]
+    for array in kinds:
+        with subtests.test(msg=f"{type(array).__name__}, {array.dtype}"):
+            taken, made = cpu_strategy(N).run(lambda x, made=array: (x, made), (array,))
+            np.testing.assert_array_equal(taken, x)
+            np.testing.assert_array_equal(made, x)
+
+
 def test_check_mirrored_supports_small_dtypes(subtests):
     for dtype in ["int2", "uint2", "int4", "uint4", "float4_e2m1fn", "bfloat16"]:
         for size in [1, 3]:

@@ -40,8 +40,7 @@ def to_array(name: str, leaf: Any) -> jax.Array | np.ndarray:
     if isinstance(leaf, jax.Array):
         return leaf
     if isinstance(leaf, np.ndarray):
-        is_plain = type(leaf) is np.ndarray and leaf.dtype.isnative
-        return leaf if is_plain else _plain(name, leaf)
+        return leaf if is_plain(leaf) else _plain(name, leaf)
     if is_nested(leaf) or is_packed(leaf):
         what = "nested tensor" if is_nested(leaf) else "PackedSequence"
         raise TypeError(
@@ -65,6 +64,11 @@ def to_array(name: str, leaf: Any) -> jax.Array | np.ndarray:
             f"{name} is {describe(leaf)}, which NumPy cannot convert to an array: {error}. All "
             "rows must have the same shape."
         ) from error
+
+
+def is_plain(array: np.ndarray) -> bool:
+    """Whether it is not of a subclass, such as `np.matrix`, and in this machine's byte order."""
+    return type(array) is np.ndarray and array.dtype.isnative
 
 
 def _plain(name: str, array: np.ndarray) -> np.ndarray:

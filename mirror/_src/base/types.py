@@ -57,6 +57,13 @@ def widened(array: Any) -> Any:
     return array.astype(accumulator(array.dtype))
 
 
+def long_fix(leaf: Any, otherwise: str) -> str:
+    """Returns the line that converts a host array of long doubles, or another text."""
+    if not isinstance(leaf, np.ndarray | np.generic) or not is_long(leaf.dtype):
+        return otherwise
+    return f"Convert it: x.astype('{'complex64' if leaf.dtype.kind == 'c' else 'float32'}')."
+
+
 def is_float0(leaf: Any) -> bool:
     """Whether the leaf has the dtype float0, which JAX uses for gradients of integers."""
     return getattr(leaf, "dtype", None) == jax.dtypes.float0

@@ -10,7 +10,7 @@ import numpy as np
 from mirror._src.base.errors import describe, expected, listing
 from mirror._src.base.foreign_arrays import is_packed, is_sparse, to_array
 from mirror._src.base.naming import keys
-from mirror._src.base.types import PyTree, is_long, is_numeric
+from mirror._src.base.types import PyTree, is_numeric, long_fix
 from mirror._src.devices.transfer import require_fits
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 
@@ -133,10 +133,9 @@ def array_of(name: str, leaf: Any) -> Any:
                 fix = (
                     "A batch is a tree of arrays, such as {'x': x, 'y': y}; for an object, vars(x)."
                 )
-        if is_long(array.dtype):
-            fix = "Convert it: x.astype('float32')."
         raise TypeError(
-            f"{name} is {describe(leaf)} of dtype {array.dtype}, which JAX does not support. {fix}"
+            f"{name} is {describe(leaf)} of dtype {array.dtype}, which JAX does not support. "
+            f"{long_fix(array, fix)}"
         )
     return array
 

@@ -23,7 +23,7 @@ from mirror._src.devices.names import DeviceSpec, LogicalDevice
 from mirror._src.devices.op_log import eager_trace, unlogged
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.resolve import DeviceLike, canonicalize_device
-from mirror._src.devices.transfer import move, require_fits
+from mirror._src.devices.transfer import host_copy, move, require_fits
 
 _logger = logging.getLogger("mirror")
 
@@ -128,8 +128,7 @@ def add_n(values: Iterable[ArrayLike]) -> Array:
 def _as_array(value: ArrayLike) -> Array:
     require_fits("An array of add_n", value)
     try:
-        # JAX may read it when the owner refills it already; see `as_array` of variables.
-        return jnp.asarray(value.copy() if isinstance(value, np.ndarray) else value)
+        return jnp.asarray(host_copy(value))
     except (TypeError, ValueError) as error:
         raise TypeError(f"add_n expects arrays or numbers, got {describe(value)}.") from error
 

@@ -17,6 +17,7 @@ from mirror._src.devices.described import is_described
 from mirror._src.devices.transfer import (
     NoMesh,
     UnstackedArrays,
+    host_copy,
     is_remote,
     is_tracing,
     local_copy,
@@ -217,9 +218,7 @@ class ReplicaDevices:
     def shard(self, value: Any, axis: int) -> Array:
         """Returns a copy sharded along `axis`: each device stores one slice."""
         assert not self.spans_processes  # no executor shards there
-        if not isinstance(value, jax.Array):
-            value = np.array(value)  # JAX would use its memory
-        return jax.device_put(value, self.sharding(Kind(axis=axis)))
+        return jax.device_put(host_copy(value), self.sharding(Kind(axis=axis)))
 
     def store(self, value: Array | np.ndarray | np.generic | float) -> Array:
         """Returns a copy of state that shares no buffer with `value`: mirrored, or in slices."""
@@ -273,9 +272,7 @@ class ReplicaDevices:
                 # bypasses the launch guard.
                 return jax.device_put(np.array(value), self.mirrored)
             return jnp.copy(jax.device_put(value, self.mirrored))
-        if isinstance(value, np.ndarray):
-            value = value.copy()
-        return jax.device_put(value, self.mirrored)
+        return jax.device_put(host_copy(value), self.mirrored)
 
     def input(self, value: Array | np.ndarray, kind: Kind) -> Any:
         """Returns a mirrored or stacked array, or its type if the devices only compile.
@@ -313,12 +310,11 @@ class ReplicaDevices:
     def split(self, leaves: Sequence[Array | np.ndarray]) -> list[Any]:
         """Splits global arrays along their first axis, over the distinct devices.
 
-        An array whose first axis does not divide is mirrored instead. Host arrays are copied: their
-        owner may overwrite them before the transfer has finished. With one device, a compiled
-        function moves them there.
+        An array whose first axis does not divide is mirrored instead. With one device, a compiled
+        function moves host arrays there.
         """
         assert not self.spans_processes
-        arrays = [leaf if isinstance(leaf, jax.Array) else np.array(leaf) for leaf in leaves]
+        arrays = list(map(host_copy, leaves))
         count = len(self.on_mesh)
         if count == 1:
             home = set(self.on_mesh)
@@ -333,10 +329,9 @@ class ReplicaDevices:
     def stack(self, value: Array | np.ndarray) -> Array | UnstackedArrays:
         """Splits `(num_replicas, *shape)` along the first axis: one row per replica's device.
 
-        A host array is split on the host. It is copied first: a data loader may overwrite its
-        buffer while the transfer is still in progress.
+        A host array is copied, and split on the host.
         """
-        array = value if isinstance(value, jax.Array) else np.array(value)
+        array = host_copy(value)
         # In a trace, arrays are only types.
         if isinstance(array, np.ndarray) and not self.are_mixed and not is_tracing():
             return self._stack_rows(array.shape, array.__getitem__)
@@ -353,7 +348,7 @@ class ReplicaDevices:
 
     def stack_local(self, rows: np.ndarray) -> Array:
         """Returns a stacked array, of which this process has the rows of its own replicas."""
-        rows, count = np.array(rows), self.replicas_per_device
+        rows, count = host_copy(rows), self.replicas_per_device
         starts = {id_: i * count for i, id_ in enumerate(self.local_ids[::count])}
 
         def of_device(index: tuple[slice, ...]) -> np.ndarray:

@@ -100,6 +100,15 @@ def does_not_fit(name: str, leaf: Any, value: int, dtype: str) -> str:
 _is_deleted = operator.methodcaller("is_deleted")
 
 
+def host_copy(value: Any) -> Any:
+    """Returns an array of NumPy as a copy, and anything else unchanged.
+
+    JAX reads it after it returns (0.10.2, 0.12.0.1), also in `jnp.array`, or uses its memory: its
+    owner may refill it.
+    """
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
 def with_axis(row: Array | np.ndarray, device: jax.Device) -> Array:
     """Returns a replica's array as a row `(1, *shape)` on its device."""
     with NoMesh():

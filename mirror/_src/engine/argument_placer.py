@@ -11,7 +11,8 @@ import numpy as np
 from jax.sharding import Sharding
 
 from mirror._src.base.errors import counted, describe
-from mirror._src.base.types import Array, PyTree, is_float0, is_long, is_numeric
+from mirror._src.base.foreign_arrays import is_plain, to_array
+from mirror._src.base.types import Array, PyTree, is_float0, is_numeric, long_fix
 from mirror._src.devices.op_log import placement_log
 from mirror._src.devices.replicas import Kind, ReplicaDevices
 from mirror._src.devices.transfer import (
@@ -141,18 +142,15 @@ class ArgumentPlacer:
                     f"{name()} is {describe(leaf)}, JAX's gradient of an integer, "
                     "which has no values. Take gradients with respect to floats only."
                 )
+            if isinstance(leaf, np.ndarray) and not is_plain(leaf):
+                leaf = to_array(name(), leaf)
             require_fits(name, leaf)
             try:
                 placed = self._stack(call, i, leaf) if i in per_replica else self._mirror(leaf)
             except TypeError as error:
-                fix = (
-                    " Convert it: x.astype('float32')."
-                    if isinstance(leaf, np.ndarray | np.generic) and is_long(leaf.dtype)
-                    else ""
-                )
                 raise TypeError(
                     f"{name()} is {describe(leaf)}, which cannot be converted to a JAX "
-                    f"array: {error}{fix}"
+                    f"array: {error} {long_fix(leaf, '')}".strip()
                 ) from error
             except OverflowError as error:
                 dtype = str(jax.dtypes.canonicalize_dtype(int))

@@ -14,11 +14,12 @@ from mirror._src.base.foreign_arrays import to_array
 from mirror._src.base.keras_library import GLOBAL_BATCHES, loads_batches
 from mirror._src.base.public_names import set_module
 from mirror._src.base.tracebacks import is_library
-from mirror._src.base.types import REPLICA_AXIS, Array, ArrayLike, is_long, is_numeric
+from mirror._src.base.types import REPLICA_AXIS, Array, ArrayLike, is_numeric, long_fix
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import (
     NoMesh,
     UnstackedArrays,
+    host_copy,
     is_remote,
     move,
     with_axis,
@@ -372,9 +373,7 @@ def _stack(values: Sequence[ArrayLike]) -> Array | np.ndarray | UnstackedArrays:
     rows: list[Any] = [to_array(f"Value {i} of a PerReplica", v) for i, v in enumerate(values)]
     for row, value in zip(rows, values, strict=True):
         if not isinstance(row, jax.Array) and not is_numeric(row.dtype):
-            fix = "For a pytree, make each leaf a PerReplica."
-            if is_long(row.dtype):
-                fix = "Convert it: x.astype('float32')."
+            fix = long_fix(row, "For a pytree, make each leaf a PerReplica.")
             raise TypeError(
                 f"PerReplica expects one array or number per replica, got {describe(value)}. {fix}"
             )
@@ -386,7 +385,7 @@ def _stack(values: Sequence[ArrayLike]) -> Array | np.ndarray | UnstackedArrays:
             f"{', '.join(map(describe, rows))}."
         )
     if len({row.shape for row in rows}) > 1:
-        return UnstackedArrays([r if isinstance(r, jax.Array) else r.copy() for r in rows])
+        return UnstackedArrays(list(map(host_copy, rows)))
     if not all(isinstance(row, jax.Array) for row in rows):
         return np.stack([np.asarray(row) for row in rows])
     if any(isinstance(row, jax.core.Tracer) for row in rows):

@@ -10,8 +10,9 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
 from mirror._src.base.errors import describe
+from mirror._src.base.foreign_arrays import to_array
 from mirror._src.base.naming import keys, name_of
-from mirror._src.base.types import ARRAY_LIKE, Array, StepFunction, is_float0, is_long, is_numeric
+from mirror._src.base.types import ARRAY_LIKE, Array, StepFunction, is_float0, is_numeric, long_fix
 from mirror._src.devices.transfer import UnstackedArrays
 from mirror._src.engine.arguments import (
     Call,
@@ -159,7 +160,7 @@ class ReplicaFunction:
                 continue
             _require_array(self.name, name, leaf)
             self.out_names.append(name)
-            results.append(jnp.asarray(leaf))
+            results.append(jnp.asarray(to_array(name, leaf)))
         return results
 
     def _is_static(self, leaf: Any, in_equinox: bool) -> bool:
@@ -192,10 +193,9 @@ def _require_array(step_name: str, name: str, leaf: Any) -> None:
             f"None and its own static arguments, in any nesting of containers.{_fix_of(leaf)}"
         )
     if isinstance(leaf, np.ndarray | np.generic) and not is_numeric(leaf.dtype):
-        fix = "Convert it: x.astype('float32')." if is_long(leaf.dtype) else "Return numbers."
         raise TypeError(
             f"{step_name} returned {describe(np.asarray(leaf))} as {name}, a dtype that JAX does "
-            f"not support. {fix}"
+            f"not support. {long_fix(leaf, 'Return numbers.')}"
         )
 
 

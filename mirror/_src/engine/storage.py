@@ -12,7 +12,7 @@ from mirror._src.base.errors import ReplicaDivergenceError, describe
 from mirror._src.base.foreign_arrays import to_array
 from mirror._src.base.types import ARRAY_LIKE, Array, is_numeric
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.devices.transfer import UnstackedArrays, place_like, require_fits
+from mirror._src.devices.transfer import UnstackedArrays, host_copy, place_like, require_fits
 from mirror._src.engine.all_reduce import AllReduce
 from mirror._src.engine.per_replica import (
     PerReplica,
@@ -152,9 +152,8 @@ def as_array(name: str, value: Any, dtype: Any = None) -> Array:
         raise TypeError(f"{name} must be an array or a number, got {describe(value)}.")
     if dtype is None:
         require_fits(name, array)
-    # JAX rejects Python integers that do not fit `dtype`, and wraps the ones of NumPy. It reads an
-    # array after it returns (0.10.2, 0.12.0.1), also in `jnp.array`: the owner may refill it.
-    return jnp.asarray(value if isinstance(value, int) else array.copy(), dtype)
+    # JAX rejects Python integers that do not fit `dtype`, and wraps the ones of NumPy.
+    return jnp.asarray(value if isinstance(value, int) else host_copy(array), dtype)
 
 
 _TENSORFLOW_ARGUMENTS = {
