@@ -64,10 +64,11 @@ ENDS = {  # by name in several_ending.py: texts of all processes, statuses
         ["trainer.save failed: processes [1] have not called trainer.save"],
         [1, 1],
     ),
+    "exit before barrier": (["reached barrier 'saved': Process 1 has ended"], [1, 3]),
     "exit before save": (["trainer.save failed: Process 1 has ended"], [1, 3]),
     "assign": (["ReplicaDivergenceError", "model.bias", "process 1"], [1, 1]),
 }
-IN_CI = ("exit", "one more launch", "evaluate", "save")
+IN_CI = ("exit", "exit before barrier", "one more launch", "evaluate", "save")
 
 
 @pytest.mark.parametrize(

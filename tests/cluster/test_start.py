@@ -101,7 +101,7 @@ def test_the_private_store_of_jax_is_still_there():
 @pytest.mark.slow
 def test_initialize_joins_reads_settings_and_may_be_called_twice():
     code = """
-        import mirror, logging
+        import mirror, time
         mirror.distributed.initialize(heartbeat_secs=20, agreement_secs=9)
         mirror.distributed.initialize()
         assert mirror.distributed.process_count() == 2
@@ -113,15 +113,22 @@ def test_initialize_joins_reads_settings_and_may_be_called_twice():
         assert start.agreement_secs() == 9
         mirror.distributed.barrier("all", timeout_secs=20)
         print(mirror.distributed.process_index(), strategy.cluster_resolver.master())
+        try:
+            mirror.distributed.barrier(f"of {mirror.distributed.process_index()}")
+        except RuntimeError as error:
+            print(error)
         if strategy.is_chief:
             try:
                 mirror.distributed.barrier("only the chief", timeout_secs=1)
             except RuntimeError as error:
                 print(error)
+        start.gather("test", {}, time.monotonic() + 20)
     """
     first, second = processes.outputs_of(processes.run(code, after_failure=10))
     (address,) = re.findall(r"^0 (\S+:\d+)$", first, re.MULTILINE)
     assert f"\n1 {address}\n" in second
+    for each in (first, second):
+        assert_message(each, names=["'of 0' on processes [0]", "'of 1' on processes [1]"])
     absent = "processes [1] have not"
     assert_message(first, names=["'only the chief'", absent], fix="mirror.distributed.barrier(")
     assert "DEADLINE" not in first

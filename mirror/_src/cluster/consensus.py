@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, final
 
+from mirror._src.base.errors import require_secs
+from mirror._src.base.tracebacks import api_boundary
 from mirror._src.cluster import store
 from mirror._src.cluster.failures import LEFT, first_failure
 
@@ -228,6 +230,43 @@ def chief_writes(name: str, secs: float) -> Iterator[None]:
             _writes.announce("")
         else:
             _writes.await_decision(math.inf)
+
+
+_barriers = Topic("barrier")
+
+
+@api_boundary
+def barrier(name: str, timeout_secs: float = 300.0) -> None:
+    """Waits until every process has called `barrier` as often, with the same name.
+
+    It uses JAX's coordination service, not the devices. Without a job, it returns at once.
+
+    Args:
+        name: Name for the error message.
+        timeout_secs: Time to wait for the other processes.
+
+    Raises:
+        RuntimeError: If a process does not arrive in time, has ended, or passes another name.
+        TypeError: If `timeout_secs` is not a number.
+        ValueError: If it is not positive or finite.
+
+    >>> barrier("data is prepared")
+    """
+    secs = require_secs("timeout_secs", timeout_secs, 300)
+    if store.process_count() == 1:
+        return
+    try:
+        groups = json.loads(_barriers.decide(json.dumps(name), _grouped, time.monotonic() + secs))
+        reason = ", ".join(f"{name!r} on processes {ids}" for name, ids in groups[:8])
+        if len(groups) == 1:
+            return
+    except AbsentError as error:
+        reason = error.reason or f"processes {error.processes} have not, within {timeout_secs:g} s"
+    raise RuntimeError(
+        f"Not all of {store.process_count()} processes reached barrier {name!r}: "
+        f"{reason.rstrip('.')}. Call mirror.distributed.barrier({name!r}) on every process, also "
+        "on those that are not the chief."
+    )
 
 
 def gather(name: str, mine: Mapping[str, Any], deadline: float) -> list[dict[str, Any]]:

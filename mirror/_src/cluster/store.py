@@ -8,8 +8,6 @@ The only module that uses `jax._src.distributed`: JAX has no public key-value st
 
 import contextlib
 import ctypes
-import itertools
-import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -17,12 +15,8 @@ from typing import Any
 import jax
 from jax._src import distributed
 
-from mirror._src.base.errors import require_secs
-
 _POLL_SECS = 0.5  # Python handles Ctrl-C only between two requests
 _THREAD_POLL_SECS = 60.0  # and only in the main thread
-_TIMED_OUT = re.compile(r"timed out task names:\s*((?:\d+\s+)+)")  # in XLA's error of a barrier
-_barriers = itertools.count()
 _abandoned: list[Any] = []
 
 stop: Exception | None = None
@@ -200,38 +194,6 @@ def delete(key: str) -> None:
     """Deletes a key, or all keys below it; the store would grow for as long as the job runs."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         _client().key_value_delete(f"mirror/{key}")
-
-
-def barrier(name: str, timeout_secs: float = 300.0) -> None:
-    """Waits until every process has called `barrier` as often, with the same name.
-
-    It uses JAX's coordination service, not the devices. Without a job, it returns at once.
-
-    Args:
-        name: Name for the error message.
-        timeout_secs: Time to wait for the other processes.
-
-    Raises:
-        RuntimeError: If a process does not arrive in time.
-        TypeError: If `timeout_secs` is not a number.
-        ValueError: If it is not positive or finite.
-
-    >>> barrier("data is prepared")
-    """
-    secs = require_secs("timeout_secs", timeout_secs, 300)
-    if process_count() == 1:
-        return
-    number = next(_barriers)
-    try:
-        _client().wait_at_barrier(f"mirror/{number}/{name}", max(int(secs * 1000), 1))
-    except jax.errors.JaxRuntimeError as error:
-        absent = _TIMED_OUT.search(str(error))
-        reason = f"processes {list(map(int, absent[1].split()))} have not" if absent else error
-        raise RuntimeError(
-            f"Not all of {process_count()} processes reached barrier {name!r} within "
-            f"{timeout_secs:g} s: {reason}. Call mirror.distributed.barrier({name!r}) on every "
-            "process, also on those that are not the chief."
-        ) from error
 
 
 def _lost(error: Exception) -> RuntimeError:
