@@ -1,7 +1,12 @@
 """An exception that ends one process is reported by all of them, and ends the job soon."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
+from mirror._src.cluster import failures
 from tests.support import processes
 from tests.support.messages import assert_message
 
@@ -48,6 +53,15 @@ def test_an_error_of_all_processes_ends_them_in_order():
         assert each.status == 1, each.output
         assert "ValueError: bad row 12 in batch 7" in each.output
         assert "coordination" not in each.output, "JAX reports no failure of its own"
+
+
+def test_another_process_with_the_same_number_is_recognized():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        pids = [str(os.getpid()), str(child.pid)]
+        found = [failures.running(pid).split() for pid in pids]
+    assert [number for number, _, _ in found] == pids
+    assert len({start for _, start, _ in found}) == 2
+    assert not failures.running(pids[1])
 
 
 ENDS = {  # by name in several_ending.py: texts of all processes, statuses

@@ -320,7 +320,7 @@ def _post(event: Event) -> None:
 def _say_farewell() -> None:
     with contextlib.suppress(Exception):
         me, count = store.process_index(), store.process_count()
-        store.set_default(f"gone/{me}", f"{os.getpid()} {socket.gethostname()}")
+        store.set_default(f"gone/{me}", running(str(os.getpid())))
         if me != 0:
             return
         deadline = time.monotonic() + _MOST_SECS + _STUCK_SECS
@@ -329,14 +329,21 @@ def _say_farewell() -> None:
             gone = store.get_all("gone")
             time.sleep(_POLL_SECS / 2)
         time.sleep(_FAREWELL_SECS)
-        others = [text.split(" ", 1) for process, text in gone.items() if int(process) != me]
-        pids = [pid for pid, host in others if host == socket.gethostname()]
-        while any(map(_is_running, pids)) and time.monotonic() < deadline:
+        others = [text for process, text in gone.items() if text and int(process) != me]
+        # The cleanup of a process may take longer than its farewell.
+        while any(running(text.split()[0]) == text for text in others):
+            if time.monotonic() > deadline:
+                return
             time.sleep(_POLL_SECS / 10)
 
 
-def _is_running(pid: str) -> bool:
-    """Whether a process of this machine runs: its cleanup may take longer than its farewell."""
+def running(pid: str) -> str:
+    """Returns number, start and host of a process of this machine that runs, or "".
+
+    A container with the same host name may have another process of this number.
+    """
     with contextlib.suppress(OSError):
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())  # empty once it has ended
-    return False
+        start = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        if Path(f"/proc/{pid}/cmdline").read_bytes():  # empty once it has ended
+            return f"{pid} {start} {socket.gethostname()}"
+    return ""
