@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from mirror._src.cluster import failures
-from tests.support import processes
+from tests.support import inside, processes
 from tests.support.messages import assert_message
 
 CODE = """
@@ -58,10 +57,10 @@ def test_an_error_of_all_processes_ends_them_in_order():
 def test_another_process_with_the_same_number_is_recognized():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         pids = [str(os.getpid()), str(child.pid)]
-        found = [failures.running(pid).split() for pid in pids]
+        found = [inside.failures().running(pid).split() for pid in pids]
     assert [number for number, _, _ in found] == pids
     assert len({start for _, start, _ in found}) == 2
-    assert not failures.running(pids[1])
+    assert not inside.failures().running(pids[1])
 
 
 ENDS = {  # by name in several_ending.py: texts of all processes, statuses

@@ -124,15 +124,13 @@ def _settings(program: ReplicaProgram, executor: Executor) -> list[Line]:
         Line(f"executor {executor.name}, pack_bytes={executor.pack_bytes}"),
         Line(f"{lower.VARIABLE}={lower.setting()}"),
         Line(f"donated inputs {list(program.donated)}"),
-        *(Line(f"devices that compute the bits {bits}") for bits in _digests(executor)),
+        *(
+            [Line(f"devices that compute the bits {digest_of(replicas.local_devices)}")]
+            if replicas.in_turn  # only a fixed number of replicas depends on it
+            else []
+        ),
         Line(f"outputs {[kind.is_own for kind in program.outputs]}"),
     ]
-
-
-def _digests(executor: Executor) -> list[str]:
-    """Returns what the devices compute, if a fixed number of replicas depends on it."""
-    replicas = executor.replicas
-    return [digest_of(replicas.local_devices)] if replicas.in_turn else []
 
 
 def _declared(call: Call, program: ReplicaProgram, inputs: Sequence[Any]) -> list[Line]:

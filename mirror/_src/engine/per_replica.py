@@ -74,7 +74,7 @@ class PerReplica:
                 "array (num_replicas, *shape), or use mirror.PerReplica([value, ...]) with one "
                 "value per replica."
             )
-        return _wrap(to_array("`stacked`", stacked))
+        return per_replica(to_array("`stacked`", stacked))
 
     @property
     def stacked(self) -> Array | np.ndarray:
@@ -263,7 +263,7 @@ _ATTRIBUTES = {
 }
 
 
-def _wrap(stacked: Any) -> PerReplica:
+def per_replica(stacked: Any) -> PerReplica:
     """Returns a `PerReplica` around any leaf: JAX also unflattens trees with placeholders."""
     value = object.__new__(PerReplica)
     value._stacked = stacked
@@ -273,7 +273,7 @@ def _wrap(stacked: Any) -> PerReplica:
 jax.tree_util.register_pytree_with_keys(
     PerReplica,
     lambda value: (((jax.tree_util.GetAttrKey("stacked"), value._stacked),), None),
-    lambda _, children: _wrap(next(iter(children))),
+    lambda _, children: per_replica(next(iter(children))),
     lambda value: ((value._stacked,), None),
 )
 
@@ -286,18 +286,13 @@ def _format(array: Array | np.ndarray) -> str:
     return np.array2string(np.asarray(array), separator=", ") if is_small else describe(array)
 
 
-def per_replica(stacked: "Array | np.ndarray | UnstackedArrays") -> PerReplica:
-    """Returns a `PerReplica` with this leaf."""
-    return _wrap(stacked)
-
-
 def on_replicas(value: PerReplica, replicas: ReplicaDevices) -> PerReplica:
     """Moves each value to its replica's device."""
     if len(set(value.shapes)) > 1:
-        return _wrap(UnstackedArrays(list(map(move, value.values, replicas.devices))))
+        return per_replica(UnstackedArrays(list(map(move, value.values, replicas.devices))))
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return _wrap(replicas.stack(value.stacked))
-    return _wrap(replicas.stack(np.stack([np.asarray(row) for row in value.values])))
+        return per_replica(replicas.stack(value.stacked))
+    return per_replica(replicas.stack(np.stack([np.asarray(row) for row in value.values])))
 
 
 def on_local_replicas(rows: Sequence[ArrayLike], replicas: ReplicaDevices) -> PerReplica:
@@ -307,7 +302,7 @@ def on_local_replicas(rows: Sequence[ArrayLike], replicas: ReplicaDevices) -> Pe
     local = PerReplica(rows)
     if len(set(local.shapes)) > 1:
         raise NotImplementedError(UNEQUAL_SHAPES)
-    return _wrap(replicas.stack_local(np.stack([np.asarray(row) for row in local.values])))
+    return per_replica(replicas.stack_local(np.stack([np.asarray(row) for row in local.values])))
 
 
 def spans_processes(value: PerReplica) -> bool:
@@ -357,8 +352,8 @@ def _unstack(stacked: Array | np.ndarray) -> tuple[Array | np.ndarray, ...]:
         return tuple(stacked)
     if is_remote(stacked):  # indexing would be a collective, which no other process runs
         raise ValueError(
-            f"The values of {brief(_wrap(stacked))} are not in the order of the devices, and other "
-            "processes store some of them. Pass stacked arrays that strategy.run returned."
+            f"The values of {brief(per_replica(stacked))} are not in the order of the devices, "
+            "and other processes store some. Pass stacked arrays that strategy.run returned."
         )
     with NoMesh():
         return tuple(stacked[i] for i in range(stacked.shape[0]))

@@ -131,6 +131,12 @@ _UFUNCS: dict[ReduceOp, Any] = {
 }
 
 
+def wrapped(totals: Any, estimates: Any) -> np.ndarray:
+    """Returns the estimates, in float32, of those sums of integers that do not fit their dtype."""
+    exact, rough = np.asarray(totals), np.asarray(estimates, np.float64)
+    return rough[np.abs(exact.astype(np.float64) - rough) > 2.0 ** (8 * exact.itemsize - 2)]
+
+
 def fold(op: ReduceOp, values: Iterable[np.ndarray]) -> np.ndarray:
     """Reduces arrays into one buffer, in the order in which they arrive.
 

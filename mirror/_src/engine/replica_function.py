@@ -190,17 +190,14 @@ def _require_array(step_name: str, name: str, leaf: Any) -> None:
     if not isinstance(leaf, ARRAY_LIKE):
         raise TypeError(
             f"{step_name} returned {describe(leaf)} as {name}. A step may return arrays, numbers, "
-            f"None and its own static arguments, in any nesting of containers.{_fix_of(leaf)}"
+            f"None and its own static arguments, in any nesting of containers."
+            f"{' Return a list instead of a set.' * isinstance(leaf, set | frozenset)}"
         )
     if isinstance(leaf, np.ndarray | np.generic) and not is_numeric(leaf.dtype):
         raise TypeError(
             f"{step_name} returned {describe(np.asarray(leaf))} as {name}, a dtype that JAX does "
             f"not support. {long_fix(leaf, 'Return numbers.')}"
         )
-
-
-def _fix_of(leaf: Any) -> str:
-    return " Return a list instead of a set." if isinstance(leaf, set | frozenset) else ""
 
 
 def types_of(call: Call, leaves: Sequence[Any]) -> Types:

@@ -29,6 +29,7 @@ from mirror._src.engine.per_replica import (
     per_replica,
     spans_processes,
 )
+from mirror._src.engine.reduce_op import wrapped
 from mirror._src.engine.replica_context import ReplicaContext, current_frame
 from mirror._src.engine.storage import (
     Aggregation,
@@ -296,18 +297,14 @@ class Variable(nnx.Variable[Any]):
                 value = ops.reduce(op, stored)
                 if op == "sum" and jnp.issubdtype(value.dtype, jnp.integer):
                     floats = per_replica(stored.stacked.astype(np.float32))
-                    self._require_exact(value, np.asarray(ops.reduce(op, floats), np.float64))
+                    lost = wrapped(value, ops.reduce(op, floats))
+                    if lost.size:
+                        raise OverflowError(
+                            f"The sum of the replicas' values of {self.described} is about "
+                            f"{lost[0]:.3g}, which does not fit {value.dtype}. Create it with "
+                            "dtype float32, or add strategy.local_results(v) as Python numbers."
+                        )
         return value if index is _MISSING or index is ... else value[index]
-
-    def _require_exact(self, total: Any, rough: Any) -> None:
-        exact = np.asarray(total)
-        wrapped = np.abs(exact.astype(np.float64) - rough) > 2.0 ** (8 * exact.itemsize - 2)
-        if wrapped.any():
-            raise OverflowError(
-                f"The sum of the replicas' values of {self.described} is about "
-                f"{np.max(np.abs(rough)):.3g}, which does not fit {exact.dtype}. Create it with "
-                "dtype float32, or add strategy.local_results(v) as Python numbers."
-            )
 
     def set_value(self, value: Any, *, index: Any = _MISSING) -> None:
         """Sets the value without aggregation; inside a step, sets this replica's value only."""

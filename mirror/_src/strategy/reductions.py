@@ -21,7 +21,7 @@ from mirror._src.devices.transfer import ENABLE_64_BITS, any_deleted, require_fi
 from mirror._src.engine.in_step import bind_all_reduce
 from mirror._src.engine.nnx.structure import OBJECTS
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
-from mirror._src.engine.reduce_op import ReduceOp, prepare
+from mirror._src.engine.reduce_op import ReduceOp, prepare, wrapped
 from mirror._src.engine.replica_context import current_frame
 
 
@@ -189,13 +189,12 @@ def require_exact(value: PyTree, sums: PyTree, estimates: Sequence[Array | None]
     for (path, _), total, estimate in zip(paths, jax.tree.leaves(sums), estimates, strict=True):
         if estimate is None:
             continue
-        exact, rough = np.asarray(total), np.asarray(estimate, np.float64)
-        wrapped = np.abs(exact.astype(np.float64) - rough) > 2.0 ** (8 * exact.itemsize - 2)
-        if wrapped.any():
+        lost = wrapped(total, estimate)
+        if lost.size:
             raise OverflowError(
-                f"The sum of value{keys(path)} is about {rough[wrapped].flat[0]:.3g}, which does "
-                f"not fit {exact.dtype}. Reduce floats, strategy.reduce('sum', "
-                f"x.astype('float32')), or enable 64-bit types: {ENABLE_64_BITS}."
+                f"The sum of value{keys(path)} is about {lost[0]:.3g}, which does not fit "
+                f"{total.dtype}. Reduce floats, strategy.reduce('sum', x.astype('float32')), or "
+                f"enable 64-bit types: {ENABLE_64_BITS}."
             )
 
 
