@@ -114,10 +114,14 @@ class Failures:
         self._place_since = 0.0
         self._exchange_lock = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="mirror failures", daemon=True)
+        self._leaves, self._has_left = threading.Event(), threading.Event()
+        # Started early: Python 3.12 starts no thread while it ends.
+        self._last = threading.Thread(target=self._leave_late, name="mirror farewell", daemon=True)
 
     def install(self) -> None:
         """Starts to watch, once this process has joined its job."""
         self._thread.start()
+        self._last.start()
         # Runs before JAX's own function, which was registered earlier and waits in the barrier.
         atexit.register(self._end)
         sys.excepthook = self._report
@@ -242,7 +246,6 @@ class Failures:
             if self._ended is not None and ledger.num_joined > self._ended.launches:
                 self._leave(1)  # XLA would wait for the launch when no thread of Python runs
             self._say_farewell()
-            threading.Thread(target=self._leave_late, daemon=True).start()
             self._is_over.set()
             self._thread.join(5.0)
             store.abandon()
@@ -298,11 +301,13 @@ class Failures:
         os._exit(status)
 
     def _say_farewell(self) -> None:
-        farewell = threading.Thread(target=_say_farewell, daemon=True)
-        farewell.start()
-        farewell.join(_MOST_SECS + _STUCK_SECS + _FAREWELL_SECS)
+        self._leaves.set()
+        self._has_left.wait(_MOST_SECS + _STUCK_SECS + _FAREWELL_SECS)
 
     def _leave_late(self) -> None:
+        self._leaves.wait()
+        _say_farewell()
+        self._has_left.set()
         time.sleep(_MOST_SECS)  # the cleanup of JAX waits for a launch
         os._exit(1)
 
