@@ -402,7 +402,8 @@ def is_iterator(data: Any) -> bool:
 
 def _are_equal(first: PaddedBatch, other: PaddedBatch) -> bool:
     """Whether two batches have the same bits; False in several processes, which may differ."""
-    if first.types != other.types or not first.mask.stacked.is_fully_addressable:
+    mask: Any = first.mask.stacked
+    if first.types != other.types or not mask.is_fully_addressable:
         return False
     pairs = zip(*(jax.tree.leaves((x.batch, x.mask)) for x in (first, other)), strict=True)
     return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
