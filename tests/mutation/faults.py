@@ -947,8 +947,8 @@ _OF_DEVICES = (
     Fault(
         "a launch too many in flight",
         "mirror/_src/devices/launch.py",
-        "while bounded and len(_in_flight) >= MOST_IN_FLIGHT:",
-        "while bounded and len(_in_flight) > MOST_IN_FLIGHT:",
+        "range(len(_in_flight) - MOST_IN_FLIGHT + 1 if bounded else 0)",
+        "range(len(_in_flight) - MOST_IN_FLIGHT if bounded else 0)",
         ("tests/devices/test_launch.py",),
     ),
     Fault(
@@ -962,8 +962,8 @@ _OF_DEVICES = (
     Fault(
         "a mirrored array that shares the memory of NumPy",
         "mirror/_src/devices/replicas.py",
-        "            value = value.copy()",
-        "            pass",
+        "return jax.device_put(host_copy(value), self.mirrored)",
+        "return jax.device_put(value, self.mirrored)",
         (
             "tests/devices/test_names.py",
             "tests/engine/test_repeated_calls.py",
@@ -1249,8 +1249,8 @@ _OF_WHOLE_BATCHES = (
     Fault(
         "a number of rows of some replicas as one of all",
         "mirror/_src/jaxprs/rows.py",
-        "(len(groups[0]) if groups else self.num_replicas)",
-        "self.num_replicas",
+        "num = len(groups[0]) if groups else self.num_replicas",
+        "num = self.num_replicas",
         ("tests/jaxprs/test_rows.py",),
         likely="look_across",
     ),
@@ -1427,8 +1427,8 @@ _OF_TRAINING = (
     Fault(
         "metrics without their mask",
         f"{_TRAINING}/objective.py",
-        "jnp.sum(value, where=mask, dtype=_wide(value.dtype))",
-        "jnp.sum(value, dtype=_wide(value.dtype))",
+        "jnp.sum(value, where=mask, dtype=accumulator(value.dtype))",
+        "jnp.sum(value, dtype=accumulator(value.dtype))",
         ("tests/training/test_objective.py", "tests/training/test_weighted.py"),
         likely="padding",
     ),

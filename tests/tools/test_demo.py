@@ -144,14 +144,17 @@ def test_alarm_leaves_the_ctrl_c_handler_unchanged():
     before = signal.signal(signal.SIGALRM, on_alarm)
     gc.disable()  # JAX has a callback in the garbage collector, where Python drops exceptions
 
+    def enter_and_leave():  # a function, see tests/base/test_loops.py
+        while not fired:
+            with interrupts.DeferredInterrupts():
+                pass
+
     def has_raised(secs):
         """Whether the one alarm raised its exception; Python may drop it."""
         fired.clear()
         try:
             signal.setitimer(signal.ITIMER_REAL, secs)
-            while not fired:
-                with interrupts.DeferredInterrupts():
-                    pass
+            enter_and_leave()
         except AlarmError:
             return True
         return False
