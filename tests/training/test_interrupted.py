@@ -47,7 +47,7 @@ class Calls(callbacks.Callback):
         logs["number"] = float(len(self.epochs))
 
     def to_dict(self):
-        return self.__dict__
+        return dict(self.__dict__)  # Python 3.13.0 may lose the values of a freed object's dict
 
     def from_dict(self, state):
         state["metrics"] = [tuple(each) for each in state["metrics"]]
