@@ -197,23 +197,25 @@ class RowCheck:
         """
         if self._strategy.num_replicas_in_sync == 1:
             return
-        mixing = self._mixing(step, model, padded, only_rows=True)
-        places = [place for place in mixing.mixed if not place.is_statistics]
-        eqns = equations(self._program(step, model, padded)[0].jaxpr)
-        is_random = any(eqn.primitive.name in SAMPLER for eqn in eqns)
-        is_together = any(map(is_collective, eqns))
-        if not places or is_random or (is_together and self._strategy._spans_processes):
-            return
-        batch, mask = self._first_rows(padded, None if is_together else _MOST_REPLICAS)
-        every = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), (batch, mask))
-        parts = [jax.tree.map(lambda x, i=i: x[i : i + 1], (batch, mask)) for i in range(len(mask))]
         try:
+            mixing = self._mixing(step, model, padded, only_rows=True)
+            places = [place for place in mixing.mixed if not place.is_statistics]
+            eqns = equations(self._program(step, model, padded)[0].jaxpr)
+            is_random = any(eqn.primitive.name in SAMPLER for eqn in eqns)
+            is_together = any(map(is_collective, eqns))
+            if not places or is_random or (is_together and self._strategy._spans_processes):
+                return
+            batch, mask = self._first_rows(padded, None if is_together else _MOST_REPLICAS)
+            every = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), (batch, mask))
+            parts = [
+                jax.tree.map(lambda x, i=i: x[i : i + 1], (batch, mask)) for i in range(len(mask))
+            ]
             whole = self._sums(step, model, *every)
             if is_together:
                 alone = self._sums(step, model, batch, mask)
             else:
                 alone = np.sum([self._sums(step, model, *part) for part in parts], 0)
-        except Exception:  # of a loss that requires more rows, or other ones
+        except Exception:  # it is only a warning; a loss may require more rows, or other ones
             return
         for x, y in zip(whole, alone, strict=True):
             if _differ(x, y):
