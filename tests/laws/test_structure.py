@@ -87,7 +87,7 @@ BUDGETS = {
     "data": Size(1391, 10, 25),
     "keras": Size(499, 5, 5),
     "strategy": Size(1034, 6, 8),
-    "training": Size(5773, 32, 64),
+    "training": Size(5775, 32, 64),
     "ps": Size(3569, 20, 67),
     "tools": Size(3009, 24, 30),
 }
