@@ -348,7 +348,7 @@ def running(pid: str) -> str:
     A container with the same host name may have another process of this number.
     """
     with contextlib.suppress(OSError):
-        start = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        stat = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
         if Path(f"/proc/{pid}/cmdline").read_bytes():  # empty once it has ended
-            return f"{pid} {start} {socket.gethostname()}"
+            return f"{pid} {stat.rpartition(')')[2].split()[19]} {socket.gethostname()}"
     return ""

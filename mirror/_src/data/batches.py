@@ -11,7 +11,7 @@ from mirror._src.base.errors import describe, expected, listing
 from mirror._src.base.foreign_arrays import is_packed, is_sparse, to_array
 from mirror._src.base.naming import keys
 from mirror._src.base.types import PyTree, is_numeric, long_fix
-from mirror._src.devices.transfer import require_fits
+from mirror._src.devices.transfer import require_fits, without_alias
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 
 Remainder: TypeAlias = Literal["error", "drop", "pad"]
@@ -125,7 +125,9 @@ def array_of(name: str, leaf: Any) -> Any:
             "Yield a new array every time, or keep the data in NumPy arrays."
         )
     array = to_array(name, leaf)
-    if not isinstance(array, jax.Array) and not is_numeric(array.dtype):
+    if isinstance(array, jax.Array):
+        return without_alias(array)  # JAX may read it when a loader fills its memory again
+    if not is_numeric(array.dtype):
         fix = "Yield numbers; encode text first."
         if array.dtype == object:
             fix = "All rows must have the same length; encode text first."
