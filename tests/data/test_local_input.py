@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -256,11 +255,15 @@ def test_an_error_of_one_process_is_raised_by_all(subtests):
                 assert_message(str(error), names=names)
 
 
-def test_an_error_in_another_place_is_raised_by_all():
+@pytest.mark.parametrize("kind", ["failure", "program", "value", "stop"])
+def test_an_error_in_another_place_ends_the_wait_at_once(kind, monkeypatch):
+    expected = failures.error_of(failures.Event(kind, 1, "KeyError: 'label'"))
+    monkeypatch.setattr(store, "stop", expected)
     memory = MemoryStore(2)
-    memory.texts["end/0"] = json.dumps(["failure", 1, "KeyError: 'label'"])
     error, _ = memory.run(reading(4), lambda: None)
-    assert_message(str(error), names=["Process 1", "KeyError: 'label'"])
+    assert type(error) is type(expected)
+    assert str(error) == str(expected)
+    assert memory.now < 10  # of the 300 s for a process that does not come
 
 
 def test_a_process_that_does_not_come_is_named(subtests):

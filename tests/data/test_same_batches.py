@@ -1,9 +1,48 @@
 """Global input: a process that reads other batches than the rest is found."""
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from tests.support import processes
+import mirror
+from tests.support import inside, processes
 from tests.support.messages import assert_message
+
+X = np.arange(6.0, dtype=np.float32).reshape(2, 3)
+BATCHES = {  # of process 1, where process 0 reads X; what its message names
+    "equal": (X.copy(), ""),
+    "array of JAX": (jnp.asarray(X), ""),
+    "byte order": (X.astype(">f4"), ""),
+    "64 bits, which the devices round": (X.astype(np.float64), ""),
+    "list": (X.tolist(), "batch[0][0] (float32[] and missing)"),
+    "values": (X + 1, "batch of"),
+    "values of JAX": (jnp.asarray(X + 1), "batch of"),
+    "values in another byte order": ((X + 1).astype(">f4"), "batch of"),
+    "same bytes in another order": (X.view(">f4"), "batch of"),
+    "same bytes of another type": (X.view(np.int32), "batch (int32[2,3] and float32[2,3])"),
+    "shape": (X.reshape(3, 2), "batch (float32[3,2] and float32[2,3])"),
+    "keys": ({"x": X}, "batch['x'] (float32[2,3] and missing)"),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_the_first_batches_are_compared_as_on_the_devices(case, monkeypatch):
+    batch, named = BATCHES[case]
+    first = jnp.asarray(X) if case == "values of JAX" else X
+    store, texts = inside.messages(), dict[str, str]()
+    monkeypatch.setattr(store, "process_count", lambda: 2)
+    monkeypatch.setattr(store, "set_default", texts.setdefault)
+    monkeypatch.setattr(store, "get", lambda key, deadline: texts.get(key))
+    of_process = [inside.same_batches("data/train.py:7/0") for _ in range(2)]
+    assert len(list(of_process[0].start(iter([first])))) == 1
+    monkeypatch.setattr(store, "process_index", lambda: 1)
+    if not named:
+        assert len(list(of_process[1].start(iter([batch])))) == 1
+        return
+    with pytest.raises(mirror.ReplicaDivergenceError) as error:
+        list(of_process[1].start(iter([batch])))
+    assert_message(str(error.value), names=["process 1", "process 0", named], fix="seed=0")
+
 
 SHUFFLES = """
 import sys, numpy as np, optax, mirror

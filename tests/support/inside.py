@@ -31,6 +31,7 @@ from mirror._src.cluster import agreement, consensus, resolvers, start, store
 from mirror._src.cluster import failures as distributed_failures
 from mirror._src.cluster import ledger as distributed_ledger
 from mirror._src.data import batches as data_batches
+from mirror._src.data import input as data_input
 from mirror._src.data import local_input as data_local_input
 from mirror._src.data import step_exchange as data_step_exchange
 from mirror._src.devices import (
@@ -142,6 +143,13 @@ def messages() -> ModuleType:
 def local_input() -> tuple[ModuleType, ...]:
     """Local input, its agreement on steps and batches: public only in jobs of several processes."""
     return data_local_input, data_step_exchange, data_batches
+
+
+def same_batches(key: str) -> data_input.SameBatches:
+    """The comparison of the passes over a dataset, which has this key in all processes."""
+    comparison = data_input.SameBatches()
+    comparison._key = key
+    return comparison
 
 
 def failures() -> ModuleType:

@@ -178,6 +178,7 @@ def _wait(read: Callable[[float], bool], deadline: float, gone: Callable[[], str
         failed = first_failure()
         if failed is not None and failed[0] != store.process_index():
             raise RuntimeError(f"Process {failed[0]} has failed: {failed[1]}")
+        store.require_not_stopped()
         reason = gone()
         if reason or time.monotonic() >= deadline:
             # It may have been posted before the process stopped.

@@ -1,11 +1,11 @@
 """The rows of the global batches that a process reads: by default all, compared with the others."""
 
 import abc
+import contextlib
 import itertools
 import json
 import os
 import time
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, final
 import jax
 import numpy as np
 
-from mirror._src.base.errors import ReplicaDivergenceError
+from mirror._src.base.errors import ReplicaDivergenceError, describe
+from mirror._src.base.foreign_arrays import to_array
 from mirror._src.base.naming import keys, warn_user
 from mirror._src.base.tracebacks import line_of_user
 from mirror._src.base.types import PyTree
@@ -27,10 +28,12 @@ from mirror._src.data.batches import (
     padded,
     padded_size,
     reject_keys,
+    shape_on_devices,
 )
 from mirror._src.data.foreign import taken
 from mirror._src.data.step_exchange import Form
 from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.jaxprs.text import checksum
 
 _MOST_CHECKS = 20  # batches of a pass after which the others are not waited for
 _datasets: dict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -250,7 +253,7 @@ class SameBatches:
         return self._compared(batches, f"{self._key}/{next(self._passes)}")
 
     def _compared(self, batches: Iterator[PyTree], key: str) -> Iterator[PyTree]:
-        mine: dict[str, int] = {}
+        mine: dict[str, list[Any]] = {}
         missing = [i for i in range(store.process_count()) if i != store.process_index()]
         for number, batch in enumerate(batches):
             if number == 0:
@@ -262,7 +265,7 @@ class SameBatches:
         if missing and mine:  # a short pass
             self._compare(key, mine, missing)
 
-    def _compare(self, key: str, mine: dict[str, int], others: list[int]) -> list[int]:
+    def _compare(self, key: str, mine: dict[str, list[Any]], others: list[int]) -> list[int]:
         """Compares with the processes that have arrived; returns those that have not.
 
         Raises:
@@ -275,11 +278,15 @@ class SameBatches:
                 missing.append(i)
                 continue
             theirs = json.loads(text)
-            names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-            if names:
+            differ = []
+            for name in {**mine, **theirs}:
+                a, b = (each.get(name, ["missing"]) for each in (mine, theirs))
+                if a != b:
+                    differ.append(name if a[0] == b[0] else f"{name} ({a[0]} and {b[0]})")
+            if differ:
                 raise ReplicaDivergenceError(
                     f"The dataset of {self._line} yields different batches on process "
-                    f"{store.process_index()} and process {i}: {', '.join(names)} of the first "
+                    f"{store.process_index()} and process {i}: {', '.join(differ)} of the first "
                     "batch differ. Every process must read the same global batches: shuffle and "
                     "augment with the same seed, for example mirror.data.from_arrays(arrays, "
                     "batch_size, shuffle=True, seed=0)."
@@ -287,22 +294,15 @@ class SameBatches:
         return missing
 
 
-def _checksums(batch: PyTree) -> dict[str, int]:
-    """Returns a checksum of each leaf of a batch that is on the host."""
-    return {
-        f"batch{keys(path)}": checksum(np.asarray(leaf))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
-        if not isinstance(leaf, jax.Array) and _is_numeric(leaf)
-    }
-
-
-def _is_numeric(leaf: Any) -> bool:
-    try:
-        return np.asarray(leaf).dtype != object
-    except Exception:  # not an array: rejected with a message where the batch is placed
-        return False
-
-
-def checksum(array: np.ndarray) -> int:
-    """Returns a checksum of the shape, dtype and values of an array."""
-    return zlib.crc32(repr((array.shape, array.dtype)).encode() + array.tobytes())
+def _checksums(batch: PyTree) -> dict[str, list[Any]]:
+    """Returns the type and a checksum of each leaf, as it will be on the devices."""
+    sums = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        # Not an array: rejected with a message where the batch is placed.
+        with contextlib.suppress(Exception), np.errstate(all="ignore"):
+            array = to_array("", leaf)
+            spec = shape_on_devices(array.shape, array.dtype)
+            if isinstance(array, np.ndarray):
+                array = array.astype(spec.dtype, copy=False)
+            sums[f"batch{keys(path)}"] = [describe(spec), checksum(array)]
+    return sums
