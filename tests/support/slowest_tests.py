@@ -30,7 +30,7 @@ def durations(folder: Path) -> Iterator[tuple[float, str, str]]:
 def lines(folder: Path, count: int = COUNT) -> list[str]:
     """Returns a line per test, the slowest first."""
     slowest = sorted(durations(folder), reverse=True)[:count]
-    return [f"{secs:8.1f} s  {report:<10} {name}" for secs, report, name in slowest]
+    return [f"{secs:8.1f} s  {report:<24} {name}" for secs, report, name in slowest]
 
 
 if __name__ == "__main__":

@@ -74,24 +74,25 @@ def test_every_stage_runs_once(tmp_path):
     done, calls = run(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     stages = summary(done.stdout)
-    assert len(stages) == 14
+    assert len(stages) == 15
     assert all(" ok " in stage for stage in stages)
-    assert done.stdout.count("-m pytest") == 7
+    assert done.stdout.count("-m pytest") == 8
     for tool in ("ruff check", "ruff format", "codespell", "mypy"):
         assert calls.count(f"\n{tool}") == 1
     assert "--slow --dev -m slow or dev" in calls
     assert "--gpu-aot -m gpu_aot" in calls
+    assert calls.count("-several-processes.xml --slow tests/cluster tests/training/") == 1
     assert calls.count("-k 01_first") + calls.count("-k 02_second") == 1
     assert not list(tmp_path.glob("tmp.*")), "nothing is left behind"
 
 
 def test_failed_stage_fails_the_run_but_not_the_next_stages(tmp_path, subtests):
     cases = {  # what fails, and how many stages are left
-        "format --check": (1, 14),
-        "slow or dev": (1, 14),
-        "3.12/bin/python install": (1, 13),
-        ".[dev]": (1, 12),
-        "-m tests.support.lowest_versions": (1, 13),
+        "format --check": (1, 15),
+        "slow or dev": (1, 15),
+        "3.12/bin/python install": (1, 14),
+        ".[dev]": (1, 13),
+        "-m tests.support.lowest_versions": (1, 14),
     }
     for i, (fails, (failed, count)) in enumerate(cases.items()):
         with subtests.test(msg=fails):
@@ -115,7 +116,7 @@ def test_programs_for_gpus_are_skipped_without_their_compiler(tmp_path):
     done, calls = run(tmp_path, fails="--no-deps jax-cuda12-pjrt")
     assert done.returncode == 0, done.stdout + done.stderr
     stages = summary(done.stdout)
-    assert len(stages) == 14
+    assert len(stages) == 15
     assert "skipped" in stages[-1]
     assert "jax-cuda12-plugin" in stages[-1]
     assert "gpu_aot" not in calls
