@@ -576,7 +576,8 @@ def test_command_prefers_accelerators(monkeypatch):
     there = tuple(jax.devices("cpu"))
 
     def made(asked):
-        return [s.devices for s in estimate_memory._strategies(asked, 1, shard="none")]
+        options = {"devices": asked, "gpu": None, "replicas_per_device": 1, "shard": "none"}
+        return [s.devices for s in estimate_memory._strategies(types.SimpleNamespace(**options))]
 
     assert list(map(len, made(None))) == [1, 2, 4]
     monkeypatch.setattr(estimate_memory, "MirroredStrategy", stand_in_strategy)

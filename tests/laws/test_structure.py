@@ -77,19 +77,19 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(1109, 14, 14),
+    "base": Size(1101, 14, 14),
     "devices": Size(2153, 16, 26),
     "cluster": Size(1175, 7, 20),
     "jaxprs": Size(3384, 16, 30),
     "passes": Size(2685, 16, 34),
     "engine": Size(5562, 31, 73),
-    "inspection": Size(2138, 9, 23),
+    "inspection": Size(2128, 9, 23),
     "data": Size(1392, 10, 25),
     "keras": Size(499, 5, 5),
     "strategy": Size(1034, 6, 8),
     "training": Size(5775, 32, 64),
     "ps": Size(3569, 20, 67),
-    "tools": Size(3009, 24, 30),
+    "tools": Size(2986, 24, 30),
 }
 
 

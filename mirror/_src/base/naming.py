@@ -23,15 +23,7 @@ def name_of(fn: Callable[..., Any]) -> str:
 
 def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     """Returns the parameter names of the positional arguments, or `args[i]` without a name."""
-    names: list[str] = []
-    try:
-        for parameter in inspect.signature(fn).parameters.values():
-            if parameter.kind is parameter.VAR_POSITIONAL:
-                break
-            if parameter.kind is not parameter.KEYWORD_ONLY:
-                names.append(parameter.name)
-    except (TypeError, ValueError):
-        pass
+    names = parameter_names(fn)
     return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]
 
 

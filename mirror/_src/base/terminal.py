@@ -133,7 +133,9 @@ class Table:
         rows, limit = [self.headings, *self.rows], output_width()
         columns = list(zip(*rows, strict=True))
         widths = [max(map(len, column)) for column in columns]
-        least = [max(map(_longest_word, column)) for column in columns]
+        least = [
+            max(map(len, " ".join(column).split(" "))) for column in columns
+        ]
         while limit is not None and sum(widths) + 2 * len(widths) - 2 > limit:
             widest = max(range(len(widths)), key=lambda i: (widths[i] > least[i], widths[i]))
             if widths[widest] == least[widest]:
@@ -227,10 +229,6 @@ def folded_table(
         return Table(headings, map(row_of, items))
     dots = tuple("..." for _ in headings)
     return Table(headings, [*map(row_of, items[:first]), dots, *map(row_of, items[-last:])])
-
-
-def _longest_word(cell: str) -> int:
-    return max(map(len, cell.split(" ")))
 
 
 def new_figure(width: float, height: float) -> Any:

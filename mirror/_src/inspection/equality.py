@@ -43,8 +43,7 @@ UNSURE = "unsure"
 """In place of a warning, if it is not known whether a new state differs."""
 
 
-@dataclass(frozen=True)
-class EqualityRow:
+class EqualityRow(NamedTuple):
     """Result or changed variable of a step, compared with one device.
 
     Attributes:
@@ -115,9 +114,8 @@ class EqualityReport:
         return wrap("\n".join([self.heading, listing(names), *self.reasons]))
 
     def _repr_html_(self) -> str:
-        table = [(row.name, row.value, row.verdict, row.why) for row in self.rows]
         columns = ("value", "on one replica", "verdict", "reason")
-        return f"<b>{self.heading}</b>" + Table(columns, table)._repr_html_()
+        return f"<b>{self.heading}</b>" + Table(columns, self.rows)._repr_html_()
 
 
 class Output(NamedTuple):

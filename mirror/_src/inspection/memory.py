@@ -397,7 +397,7 @@ def _argument_places(examined: ExaminedStep) -> Iterator[_Place]:
         path = paths[i][0]
         argument = names[path[1].idx] if path[0].idx == 0 else path[1].key
         part = keys(path[2:3])
-        words = [argument, *(_key_name(key) for key in path[2:])]
+        words = [argument, *(getattr(x, "name", getattr(x, "key", "")) for x in path[2:])]
         by_name = [_BY_NAME[word] for word in words if word in _BY_NAME]
         if number in call.layout.per_replica:
             kind = Kind.BATCH
@@ -408,11 +408,6 @@ def _argument_places(examined: ExaminedStep) -> Iterator[_Place]:
         else:
             kind = Kind.OTHER_STATE if number in returned else Kind.ARGUMENTS
         yield _Place(kind, argument, part)
-
-
-def _key_name(key: Any) -> str:
-    """Returns the name of one key of a pytree path."""
-    return str(getattr(key, "name", getattr(key, "key", "")))
 
 
 def _find_optax_leaves(tree: Any) -> set[int]:

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import nnx
 from jax.extend.core import JaxprEqn
@@ -150,8 +150,7 @@ _UNCHANGED = "the step does not change it"
 _KEY = "each replica samples with its own key, derived from this one"
 
 
-@dataclass(frozen=True)
-class ValueRow:
+class ValueRow(NamedTuple):
     """Result or variable of a step.
 
     Attributes:
@@ -228,8 +227,8 @@ class ProgramReport(Report):
     @property
     def values_table(self) -> Table:
         """Table of the results and variables."""
-        rows = [(r.name, r.value, r.state, r.why) for r in (*self.results, *self.variables)]
-        return Table(("value", "on one replica", "state", "reason"), rows)
+        columns = ("value", "on one replica", "state", "reason")
+        return Table(columns, (*self.results, *self.variables))
 
     @property
     def collectives_table(self) -> Table:
@@ -243,8 +242,7 @@ class ProgramReport(Report):
     @property
     def sharding_table(self) -> Table:
         """Table of the arrays of the state, sharded or mirrored."""
-        rows = [(row.name, row.value, row.state, row.why) for row in self.sharding]
-        return Table(("array", "full shape", "state", "reason"), rows)
+        return Table(("array", "full shape", "state", "reason"), self.sharding)
 
     def _parts(self) -> Iterator[Table | list[str] | str]:
         yield self.values_table

@@ -11,7 +11,7 @@ import math
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, final
 
 from mirror._src.base import clock
@@ -386,12 +386,8 @@ def _places() -> list[str]:
 
 def _waits_too(post: Post, launch: Launch) -> bool:
     number = launch.joint_number
-    is_same = _names(post).get(number, str(launch.described)) == str(launch.described)
+    is_same = dict(post.names).get(number, str(launch.described)) == str(launch.described)
     return is_same and post.oldest == number and not post.callbacks and not post.compiles
-
-
-def _names(post: Post) -> Mapping[int, str]:
-    return dict(post.names)
 
 
 def _silence(i: int, secs: float, post: Post | None) -> str:
@@ -408,7 +404,7 @@ def _silence(i: int, secs: float, post: Post | None) -> str:
 
 
 def _last(post: Post) -> str:
-    names = _names(post)
+    names = dict(post.names)
     last = f", the last: {names[post.begun]}" if names else ""
     return f"it has begun {post.begun} launch{'es' * (post.begun != 1)}{last}"
 
@@ -416,7 +412,7 @@ def _last(post: Post) -> str:
 def _state(i: int, post: Post, launch: Launch, secs: float) -> str:
     """Returns a sentence about a process that is heard of and does not wait in the launch."""
     number, name = launch.joint_number, str(launch.described)
-    theirs = _names(post).get(number, name)
+    theirs = dict(post.names).get(number, name)
     where = f"It is at {'; '.join(post.places)}" if post.places else "It is not in your code"
     if post.compiles:
         where = f"It compiles {post.compiles}"
@@ -426,7 +422,7 @@ def _state(i: int, post: Post, launch: Launch, secs: float) -> str:
         what, where = f"has ended its watch or program; {_last(post)}", ""
     elif post.begun < number:
         what = f"has begun fewer launches, {post.begun} of {number}"
-        what += f", the last: {_names(post)[post.begun]}" if post.names else ""
+        what += f", the last: {dict(post.names)[post.begun]}" if post.names else ""
     elif theirs != name:
         what = f"runs another step as launch {number}: {theirs}"
     elif post.oldest and post.oldest <= number:

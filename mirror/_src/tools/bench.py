@@ -161,13 +161,9 @@ class Scaling(Report):
             )
         return notes
 
-    @property
-    def memory_table(self) -> Table:
-        """Bytes per device, one row per number of devices."""
-        return memory_table([row.explanation.memory for row in self.rows])
-
     def _parts(self) -> list[Table | list[str] | str]:
-        return [self.table, self.notes, f"bytes per device:\n{self.memory_table}"]
+        memory = memory_table([row.explanation.memory for row in self.rows])
+        return [self.table, self.notes, f"bytes per device:\n{memory}"]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the results as numbers, text and lists, for JSON."""

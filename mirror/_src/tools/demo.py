@@ -116,11 +116,6 @@ def _devices(wanted: int | tuple[str, ...] | None) -> tuple[jax.Device, ...]:
     return devices[:wanted]
 
 
-def is_on_host(strategy: mirror.Strategy) -> bool:
-    """Whether the replicas run on host devices, which share the cores of the machine."""
-    return {backend.type_of(device) for device in strategy.devices} == {"CPU"}
-
-
 def run(parsed: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
     try:
@@ -240,7 +235,7 @@ def _print_check(name: str, *, passed: bool, details: str = "") -> None:
 
 def _introduction(strategy: mirror.Strategy, options: argparse.Namespace) -> str:
     lines = [repr(strategy), ""]
-    if is_on_host(strategy):
+    if {backend.type_of(device) for device in strategy.devices} == {"CPU"}:
         lines.append(
             "No GPU found. Running on host devices, which share this machine's cores: adding "
             "devices does not speed up training."

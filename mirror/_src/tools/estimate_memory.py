@@ -19,7 +19,7 @@ from mirror._src.base import interrupts
 from mirror._src.base.errors import bytes_in_words, counted, describe
 from mirror._src.base.terminal import Report, Table
 from mirror._src.base.tracebacks import is_users, place
-from mirror._src.base.types import Shard, StepFunction
+from mirror._src.base.types import StepFunction
 from mirror._src.data.source import DistributedDatasetBase
 from mirror._src.devices import backend
 from mirror._src.devices.described import GpuCompilerError, described_gpus
@@ -294,12 +294,7 @@ def estimate_row(
 def run(parsed: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
     try:
-        strategies = _strategies(
-            parsed.devices,
-            parsed.replicas_per_device,
-            shard=parsed.shard,
-            gpu=parsed.gpu,
-        )
+        strategies = _strategies(parsed)
         make = workload_of(parsed.step, parsed.batch_size, parsed.weak)
         rows = []
         for strategy in strategies:
@@ -320,29 +315,18 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _strategies(
-    wanted: tuple[int, ...] | None,
-    replicas_per_device: int,
-    *,
-    shard: Shard,
-    gpu: str | None = None,
-) -> list[MirroredStrategy]:
+def _strategies(parsed: argparse.Namespace) -> list[MirroredStrategy]:
     """Returns a strategy per number of devices.
 
     Raises:
         OptionError: If there are not enough host devices because their number is fixed.
         GpuCompilerError: If this machine cannot compile for the model `gpu`.
     """
+    wanted, gpu = parsed.devices, parsed.gpu
     # The default cross-device ops would run a test of the all-reduce on accelerators.
-    return [
-        MirroredStrategy(
-            devices,
-            AllReduce(),
-            replicas_per_device=replicas_per_device,
-            shard=shard,
-        )
-        for devices in (_found(wanted) if gpu is None else _described(gpu, wanted))
-    ]
+    options = {"replicas_per_device": parsed.replicas_per_device, "shard": parsed.shard}
+    each = _found(wanted) if gpu is None else _described(gpu, wanted)
+    return [MirroredStrategy(devices, AllReduce(), **options) for devices in each]
 
 
 def _described(gpu: str, wanted: tuple[int, ...] | None) -> list[tuple[jax.Device, ...]]:

@@ -74,9 +74,7 @@ def with_cache(environments: Sequence[Mapping[str, str]]) -> list[dict[str, str]
     if warning:
         print(f"mirror launch: {warning}", file=sys.stderr)
     added = {name.upper(): str(value) for name, value in options.items()}
-    folder = (
-        {DIRECTORY.upper(): added[DIRECTORY.upper()]} if added else {}
-    )  # also for one set to ""
+    folder = {k: v for k, v in added.items() if k == DIRECTORY.upper()}  # also for one set to ""
     return [{**added, **environment, **folder} for environment in environments]
 
 

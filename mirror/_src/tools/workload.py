@@ -122,10 +122,8 @@ class RepeatedBatches(Iterable[PyTree]):
         self._times = times
 
     def __iter__(self) -> Iterator[PyTree]:
-        return (jax.tree.map(self._repeat, batch) for batch in self._data)
-
-    def _repeat(self, leaf: Any) -> np.ndarray:
-        return np.concatenate([np.asarray(leaf)] * self._times)
+        repeat = lambda leaf: np.concatenate([np.asarray(leaf)] * self._times)  # noqa: E731
+        return (jax.tree.map(repeat, batch) for batch in self._data)
 
 
 def _load(text: str) -> Callable[[Strategy], Any]:
