@@ -133,9 +133,7 @@ class Table:
         rows, limit = [self.headings, *self.rows], output_width()
         columns = list(zip(*rows, strict=True))
         widths = [max(map(len, column)) for column in columns]
-        least = [
-            max(map(len, " ".join(column).split(" "))) for column in columns
-        ]
+        least = [max(map(len, " ".join(column).split(" "))) for column in columns]
         while limit is not None and sum(widths) + 2 * len(widths) - 2 > limit:
             widest = max(range(len(widths)), key=lambda i: (widths[i] > least[i], widths[i]))
             if widths[widest] == least[widest]:
