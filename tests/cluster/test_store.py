@@ -63,6 +63,14 @@ def test_a_lost_coordinator_is_named(use, read):
         read("key")
 
 
+def test_an_error_that_ends_the_job_replaces_its_consequences_only(monkeypatch):
+    ends = "Process 1 has failed: ValueError: row 3"
+    monkeypatch.setattr(store, "stop", RuntimeError(ends))
+    with pytest.raises(RuntimeError, match=ends):
+        store.require_not_stopped(ValueError("Gloo all-reduce failed"))
+    store.require_not_stopped(RuntimeError(ends))  # raised here, where the process has waited
+
+
 def test_keys_are_relative_to_the_directory(use):
     use(Client({"mirror/a/0": "x", "mirror/a/text/0": "y", "mirror/ab/1": "z"}))
     assert store.get_all("a") == {"0": "x", "text/0": "y"}

@@ -77,7 +77,7 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(1101, 14, 14),
+    "base": Size(1099, 14, 14),
     "devices": Size(2153, 16, 26),
     "cluster": Size(1175, 7, 20),
     "jaxprs": Size(3384, 16, 30),

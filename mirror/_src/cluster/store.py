@@ -114,9 +114,9 @@ def require_not_stopped(cause: Exception | None = None) -> None:
     """Raises `stop`, a new object each time, if it is set.
 
     Args:
-        cause: The error of this process that it replaces.
+        cause: The error of this process that it replaces, unless it says the same.
     """
-    if stop is not None:
+    if stop is not None and (cause is None or cause.args != stop.args):
         raise type(stop)(*stop.args) from cause
 
 

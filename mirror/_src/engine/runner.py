@@ -128,13 +128,13 @@ class Runner:
         if os.getpid() != self._process:
             require_not_forked()
         try:
-            if store.stop is not None and self._host_values is not None:
+            if self._host_values is not None:
                 store.require_not_stopped()
             return self._with_variables(fn, self._run, fn, args, kwargs, donate_argnums)
         except Exception as error:
-            if store.stop is None or self._host_values is None:
-                raise
-            store.require_not_stopped(error)  # of which this error is a consequence
+            if self._host_values is not None:
+                store.require_not_stopped(error)  # of which this error is a consequence
+            raise
 
     def borrow(self, tree: PyTree) -> PyTree:
         """Returns mirrored arrays for `run`; see `ArgumentPlacer.borrow`."""
