@@ -69,4 +69,5 @@ def test_colors_are_for_terminals(subtests):
             file, environment, expected = COLORS[name]
             for key, value in environment.items():
                 monkeypatch.setenv(key, value)
-            assert paint("text", "red", file()) == expected
+            monkeypatch.setattr("sys.stdout", file())
+            assert paint("text", "red") == expected

@@ -83,13 +83,13 @@ BUDGETS = {
     "jaxprs": Size(3384, 16, 30),
     "passes": Size(2685, 16, 34),
     "engine": Size(5562, 31, 73),
-    "inspection": Size(2128, 9, 23),
+    "inspection": Size(2113, 9, 23),
     "data": Size(1392, 10, 25),
     "keras": Size(499, 5, 5),
     "strategy": Size(1034, 6, 8),
     "training": Size(5775, 32, 64),
     "ps": Size(3569, 20, 67),
-    "tools": Size(2986, 24, 30),
+    "tools": Size(2981, 24, 30),
 }
 
 

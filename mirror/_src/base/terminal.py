@@ -9,7 +9,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TextIO, TypeVar, final
+from typing import Any, TypeVar, final
 
 from mirror._src.base.optional import require
 from mirror._src.base.public_names import set_module
@@ -77,24 +77,23 @@ def wrap(text: str, width: int | None = None, indent: str = "") -> str:
     return text.replace("\N{NO-BREAK SPACE}", " ")
 
 
-def paint(text: str, color: str, file: TextIO | None = None) -> str:
+def paint(text: str, color: str) -> str:
     """Colors text for a terminal; see rich's documentation for `NO_COLOR` and `FORCE_COLOR`.
 
     Args:
         text: Text to print.
         color: Name of one of the 16 standard colors.
-        file: File to print to. Defaults to `sys.stdout`.
 
     Returns:
-        The text unchanged if the file is not a terminal, the terminal has no colors, or `NO_COLOR`
-        is set.
+        The text unchanged if standard output is not a terminal, the terminal has no colors, or
+        `NO_COLOR` is set.
     """
     # Imported here because most programs print no colors.
     from rich.color import ColorSystem
     from rich.console import Console
     from rich.style import Style
 
-    console = Console(file=sys.stdout if file is None else file, force_jupyter=False)
+    console = Console(file=sys.stdout, force_jupyter=False)
     if console.color_system is None or console.no_color:
         return text
     return Style.parse(color).render(text, color_system=ColorSystem.STANDARD)

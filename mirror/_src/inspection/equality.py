@@ -263,27 +263,20 @@ def explained(relation: Relation, n: int) -> str:
     cause = relation.cause
     if relation.kind in (Kind.SAME, Kind.ROWS):
         times = float(relation.scale)
+        off = f"It is {times:g} times its value on one device"
         if cause is None:
-            return (
-                f"It is {times:g} times its value on one device: it depends on the number of rows."
-            )
+            return f"{off}: it depends on the number of rows."
         if cause.op not in ("psum", "mul", "div"):
-            return f"It is {times:g} times its value on one device after the {_place(cause)}."
+            return f"{off} after the {_place(cause)}."
+        op = "mean" if times > 1 else "sum"
+        fix = f'Use mirror.all_reduce("{op}", x)'
         if cause.op != "psum":
             fix = "Divide by the number of rows of all replicas: mirror.all_reduce('sum', len(x))"
-        else:
-            fix = (
-                'Use mirror.all_reduce("mean", x)'
-                if times > 1
-                else 'Use mirror.all_reduce("sum", x)'
-            )
-        return f"It is {times:g} times its value on one device after the {_place(cause)}. {fix}."
+        return f"{off} after the {_place(cause)}. {fix}."
     if cause is None:
-        return (
-            "It is not known how the value relates to one device. strategy.verify compares numbers."
-        )
+        return "It is not known how it relates to one device. strategy.verify compares numbers."
     words = _SCALED.get(cause.op) if cause.why is Why.SCALE else None
-    return (words or _WORDS[cause.why]).format(place=_place(cause), n=n)
+    return (words or _WORDS.get(cause.why, _UNKNOWN_OPERATION)).format(place=_place(cause), n=n)
 
 
 def _place(cause: Cause) -> str:
@@ -315,7 +308,6 @@ _UNKNOWN_OPERATION = (
     "device."
 )
 _WORDS = {
-    Why.CONSTANT: _UNKNOWN_OPERATION,
     Why.SAMPLES: (
         "The random numbers of the {place} depend on the number of replicas. Use "
         "mirror.example_keys(key, batch)."
@@ -335,7 +327,6 @@ _WORDS = {
         "The {place} reduces the largest or smallest values of the replicas. Use "
         'mirror.all_reduce("max", x) or "min".'
     ),
-    Why.UNKNOWN: _UNKNOWN_OPERATION,
 }
 
 

@@ -58,8 +58,7 @@ def visualize_placement(tree: PyTree) -> Table:
     for path, leaf in _leaves(tree):
         value = _array(leaf)
         shards = _shards(value)
-        size = _bytes(shards, _is_copied(value))
-        rows.append((path, _shape(leaf), size, _devices(value, shards)))
+        rows.append((path, _shape(leaf), _bytes(value, shards), _devices(value, shards)))
     sums = ", ".join(f"{name} {bytes_in_words(count)}" for name, count in totals.items())
     last = ("total", "", bytes_in_words(sum(totals.values())), sums)
     return Table(("leaf", "shape", "bytes", "devices"), [*rows, last])
@@ -149,16 +148,11 @@ def _shape(leaf: Any) -> str:
     return describe(leaf)
 
 
-def _bytes(shards: Sequence[tuple[str, int]], are_copies: bool) -> str:
-    """Returns the size of all shards, as text."""
-    if are_copies and len(shards) > 1:
+def _bytes(value: Any, shards: Sequence[tuple[str, int]]) -> str:
+    """Returns the size of all shards, of which a traced or a deleted array has none, as text."""
+    if len(shards) > 1 and isinstance(value, jax.Array) and value.is_fully_replicated:
         return f"{len(shards)} x {bytes_in_words(shards[0][1])}"
     return bytes_in_words(sum(count for _, count in shards))
-
-
-def _is_copied(value: Any) -> bool:
-    is_traced = isinstance(value, jax.core.Tracer)
-    return isinstance(value, jax.Array) and not is_traced and value.is_fully_replicated
 
 
 def _devices(value: Any, shards: Sequence[tuple[str, int]]) -> str:

@@ -183,13 +183,9 @@ def _may_abort(launch: Launch) -> bool:
     if described.spans_processes:  # replicas meet in gloo, which waits (JAX 0.10.2, 0.12)
         return False
     devices = set(described.devices)
-    on_host = next((device.platform == "cpu" for device in devices), False)
-    return len(devices) > 1 and on_host and _has_collectives(launch)
-
-
-def _has_collectives(launch: Launch) -> bool:
-    described = launch.described
-    return len(described.replicas) > 1 and not all(site.is_callback for site in described.sites())
+    if len(devices) < 2 or next(iter(devices)).platform != "cpu":
+        return False
+    return not all(site.is_callback for site in described.sites())
 
 
 @functools.cache

@@ -199,13 +199,10 @@ def _arguments(item: pytest.Item, directory: Path) -> list[str]:
         arguments += ["-c", str(config.inipath)]
     if option.confcutdir is not None:
         arguments.append(f"--confcutdir={option.confcutdir}")
-    for plugin in dict.fromkeys(option.plugins or ()):
-        if plugin != "no:terminal":  # of the workers of pytest-xdist
-            arguments += ["-p", plugin]
-    for warning in option.pythonwarnings or ():
-        arguments += ["-W", warning]
-    for value in option.override_ini or ():
-        arguments += ["-o", value]
+    plugins = dict.fromkeys(option.plugins or ())
+    plugins.pop("no:terminal", None)  # of the workers of pytest-xdist
+    repeated = {"-p": plugins, "-W": option.pythonwarnings, "-o": option.override_ini}
+    arguments += [x for flag, values in repeated.items() for v in values or () for x in (flag, v)]
     if config.pluginmanager.hasplugin("cacheprovider"):
         arguments += ["-o", f"cache_dir={directory}/cache"]
     if config.pluginmanager.hasplugin("xdist"):
