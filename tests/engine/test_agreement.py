@@ -19,6 +19,7 @@ DIFFERENCES = {
     "seed": ("ReplicaDivergenceError", "model.layers.0.kernel", ["model.layers.1.kernel"]),
     "number": ("ReplicaDivergenceError", "rate", ["1 mirrored input"]),
     "shuffle": ("ReplicaDivergenceError", "several_different.py", ["batch", "seed=0"]),
+    "batch_of_jax": ("ReplicaDivergenceError", "float32[24,3]", ["batch (", "float32[12,3]"]),
     "constant": ("ProgramMismatchError", "constant", ["float32[5]"]),
     "flag": ("ProgramMismatchError", "several_different.py", ["sum", "max"]),
     "text": ("ProgramMismatchError", "several_different.py", ["sum", "max"]),
@@ -31,7 +32,7 @@ DIFFERENCES = {
     [pytest.param(2, 2, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.nightly)],
 )
 def test_every_process_names_what_differs_and_nothing_runs(count, devices):
-    names = ["same", *DIFFERENCES, "same"]
+    names = ["same", *DIFFERENCES, "byte_order", "same"]
     ended = processes.run_program(
         "several_different", *names, processes=count, devices=devices, after_failure=15
     )
@@ -41,11 +42,12 @@ def test_every_process_names_what_differs_and_nothing_runs(count, devices):
             assert text.split()[0] == kind, text
             other = 0 if i == count - 1 else count - 1
             # Batches are compared with whoever has arrived.
-            peer = [] if name == "shuffle" else [f"process {other}"]
+            peer = [] if name in ("shuffle", "batch_of_jax") else [f"process {other}"]
             assert_message(text, names=[f"process {i}", *peer])
             assert where in text, text
             assert all(value in text for value in values), (text, values)
         assert output.count("<same> ran</same>") == 2, output
+        assert "<byte_order> ran</byte_order>" in output, "no false alarm"
 
 
 @pytest.mark.parametrize(

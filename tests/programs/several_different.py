@@ -105,12 +105,24 @@ def lowering():
     return step_of(), (*model_of(), rows(4))
 
 
-def shuffle():
-    """Another order of the examples in the last process."""
-    data = mirror.data.from_arrays(np.arange(48.0), 8, shuffle=True, seed=int(other))
-    for _ in strategy.distribute_dataset(data, prefetch=0):
+def read(batches):
+    for _ in strategy.distribute_dataset(batches, prefetch=0):
         time.sleep(0.5)  # both have read the first batch long before the last
     return same()
+
+
+def shuffle():
+    """Another order of the examples in the last process."""
+    return read(mirror.data.from_arrays(np.arange(48.0), 8, shuffle=True, seed=int(other)))
+
+
+def batch_of_jax():
+    return read([jnp.ones((24 if other else 12, 3))] * 6)
+
+
+def byte_order():
+    """The same numbers in all processes."""
+    return read([np.arange(36, dtype=">f4" if other else "<f4").reshape(12, 3)])
 
 
 for name in sys.argv[1:]:

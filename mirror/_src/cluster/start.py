@@ -305,10 +305,10 @@ def visible_devices(deadline: float) -> tuple[jax.Device, ...]:
 def _require_equal(each: Sequence[Mapping[str, Any]], what: str, fix: str) -> None:
     lines = []
     for name in each[0]:
-        if len({process[name] for process in each}) > 1:
-            values: dict[Any, list[int]] = {}
-            for i, process in enumerate(each):
-                values.setdefault(process[name], []).append(i)
+        values: dict[Any, list[int]] = {}
+        for i, process in enumerate(each):
+            values.setdefault(process[name], []).append(i)
+        if len(values) > 1:
             lines += [f"  {name}: {value} on {processes(ids)}" for value, ids in values.items()]
     if lines:
         text = "\n".join(lines)
