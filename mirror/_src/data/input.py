@@ -286,10 +286,10 @@ class SameBatches:
             if differ:
                 raise ReplicaDivergenceError(
                     f"The dataset of {self._line} yields different batches on process "
-                    f"{store.process_index()} and process {i}: {', '.join(differ)} of the first "
-                    "batch differ. Every process must read the same global batches: shuffle and "
-                    "augment with the same seed, for example mirror.data.from_arrays(arrays, "
-                    "batch_size, shuffle=True, seed=0)."
+                    f"{store.process_index()} and process {i}: the first batch differs in "
+                    f"{', '.join(differ)}. Every process must read the same global batches: "
+                    "shuffle and augment with the same seed, for example "
+                    "mirror.data.from_arrays(arrays, batch_size, shuffle=True, seed=0)."
                 )
         return missing
 
