@@ -631,9 +631,12 @@ def alias_of(x: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
 
-@rows("leaf", ["returned", "constant", "alias of a constant", "alias of a result"])
+KINDS = ["returned", "constant", "alias of a constant", "alias of a result", "alias, moved"]
+
+
+@rows("leaf", [*KINDS, "read", "alias of what is read"])
 def test_leaf_may_become_part_of_the_model_between_calls(strategy, leaf):
-    """It is donated as state then, and another function may have prepared it."""
+    """It is donated as state then, and another function or model may have prepared it."""
 
     def step(model, tree, batch):
         loss = train(model, batch)
@@ -644,17 +647,45 @@ def test_leaf_may_become_part_of_the_model_between_calls(strategy, leaf):
 
     batch = own(strategy, (2, 4))
     with strategy.scope():
-        model, tree = Net(), {"kernel": jnp.ones((4, 4))}
+        model, other, tree = Net(), Net(), {"kernel": jnp.ones((4, 4))}
+    first, second = model.layers
     for _ in range(5):
         new, _ = strategy.run(step, (model, tree, batch))
-        tree = new if leaf in ("returned", "alias of a result") else tree
+        tree = new if leaf in ("returned", "alias of a result", "alias, moved") else tree
         strategy.run(evaluate, (model, batch))
-    kernel = alias_of(tree["kernel"]) if leaf.startswith("alias") else tree["kernel"]
-    model.layers[0].kernel.set_value(kernel)
+        strategy.run(step, (other, tree, batch))
+    kernel = first.kernel.get_value() if "read" in leaf else tree["kernel"]
+    passed = {"kernel": alias_of(kernel)} if leaf.startswith("alias") else {"kernel": kernel}
+    if "read" in leaf or "moved" in leaf:  # another call finds that it shares no memory
+        strategy.run(step, (other if "read" in leaf else model, passed, batch))
+    if "read" not in leaf:
+        first.kernel.set_value(kernel)
     strategy.run(evaluate, (model, batch))
-    before = np.array(tree["kernel"])
-    new, _ = strategy.run(step, (model, tree, batch))
+    if "moved" in leaf:
+        first.kernel.set_value(second.kernel.get_value())
+        second.kernel.set_value(kernel)
+    before = np.array(kernel)
+    new, _ = strategy.run(step, (model, passed, batch))
     np.testing.assert_array_equal(new["kernel"], before * 0.5)
+
+
+@rows("leaf", ["read", "assigned"])
+def test_values_of_the_replicas_may_become_part_of_the_model(strategy, leaf):
+    def step(variable, x):
+        variable.assign_add(x)
+        return 2 * x
+
+    x = own(strategy)
+    with strategy.scope():
+        variable = mirror.Variable(jnp.zeros(4), synchronization="on_read", aggregation="sum")
+    for _ in range(4):
+        new = strategy.run(step, (variable, x))
+    if leaf == "assigned":
+        variable.set_raw_value(new)
+    passed = variable.get_raw_value()
+    before = np.asarray(passed)
+    np.testing.assert_array_equal(strategy.run(step, (variable, passed)), 2 * before)
+    np.testing.assert_array_equal(variable.get_raw_value(), 2 * before)
 
 
 ROUNDS = 24

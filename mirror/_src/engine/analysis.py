@@ -97,13 +97,8 @@ def analyze(
     results, after, keys = traced.split(marks)
     avals = traced.avals
 
-    def detailed() -> Sequence[Mark]:
-        return (
-            marks
-            if reports
-            else prove(jaxpr, step.per_replica, n, problems=[], axis_name=step.axis_name)
-        )
-
+    again = functools.partial(prove, jaxpr, step.per_replica, n, axis_name=step.axis_name)
+    detailed = lambda: marks if reports else again(problems=[])  # noqa: E731
     metrics = call.structure.metrics if call.structure is not None else []
     merges, unmerged = find_merges(metrics, slots, after, jaxpr, len(results), detailed)
     if unmerged:

@@ -73,7 +73,8 @@ class ArgumentPlacer:
         self._own_ids = {id(replicas.mirrored), id(replicas.stacked)}
         # Weak references, or the arrays of earlier steps would stay allocated. An entry is valid
         # only if it is the very array: a new array may have the id of one that has been freed.
-        self._unshared = WeakArrays()  # by id
+        self._unshared = WeakArrays()  # by id, created here
+        self._checked = WeakArrays()  # by id, in calls without objects
         self._owners = WeakArrays()  # by buffer address
         self.recent = RecentArrays()
 
@@ -209,7 +210,7 @@ class ArgumentPlacer:
             if not assigned.isdisjoint(buffers_of(leaves[i])):
                 leaves[i] = self._replicas.copy(leaves[i])
         if prepared.new:
-            self._copy_shared(program, call.state, leaves, prepared.new)
+            self._copy_shared(program, call, leaves, prepared.new)
         if prepared.unexpected is not None:
             may_be_state = record is not None and (prepared.unexpected or record.structure.has_own)
             may_repeat_rows = may_be_state or program.may_repeat_rows
@@ -279,16 +280,22 @@ class ArgumentPlacer:
             )
 
     def _copy_shared(
-        self, program: StepProgram, state: list[Any], leaves: list[Any], positions: Iterable[int]
+        self, program: StepProgram, call: Call, leaves: list[Any], positions: Iterable[int]
     ) -> None:
         """Copies the leaves at some positions that share memory with another array, in place.
 
         If one of the arrays were donated, XLA would end the process. Arrays that `mirror` created,
         and results of programs, are known to share no memory. For any other array, JAX can tell its
         address, but only once it has been computed, that is, after the previous step. If most calls
-        bring such arrays, they are therefore copied, which does not wait.
+        bring such arrays, they are therefore copied, which does not wait. An array that shares no
+        memory with these objects may share it with others.
         """
-        new = [i for i in positions if self._unshared.get(id(leaves[i])) is not leaves[i]]
+        checked = self._checked if call.record is None else call.record.unshared
+        new = [
+            i
+            for i, leaf in zip(positions, map(leaves.__getitem__, positions), strict=True)
+            if self._unshared.get(id(leaf)) is not leaf and checked.get(id(leaf)) is not leaf
+        ]
         if not new:
             return
         program.num_address_checks += 1
@@ -296,16 +303,17 @@ class ArgumentPlacer:
             for i in new:
                 leaves[i] = self._replicas.copy(leaves[i])
             return
-        checked = frozenset(new)
-        others = [*state, *(leaf for i, leaf in enumerate(leaves) if i not in checked)]
+        rest = set(range(len(leaves))).difference(new)
+        others = [*call.state, *map(leaves.__getitem__, rest)]
         taken = set[int]().union(*map(buffers_of, others))
         for i in new:
             addresses = buffers_of(leaves[i])
             owners = map(self._owners.get, addresses)
-            if not taken.isdisjoint(addresses) or any(owner is not None for owner in owners):
+            is_owned = any(owner is not None and owner is not leaves[i] for owner in owners)
+            if is_owned or not taken.isdisjoint(addresses):
                 leaves[i] = self._replicas.copy(leaves[i])
                 addresses = buffers_of(leaves[i])
-            self._unshared.add(id(leaves[i]), leaves[i])
+            checked.add(id(leaves[i]), leaves[i])
             for key in addresses:
                 self._owners.add(key, leaves[i])
 

@@ -451,6 +451,13 @@ class Call(NamedTuple):
         return self.record.structure if self.record is not None else None
 
     @property
+    def is_own(self) -> list[bool]:
+        """For each input of the program, whether it is per-replica."""
+        own, structure = set(self.layout.per_replica), self.structure
+        held = structure.is_own if structure is not None else []
+        return [*held, *(i in own for i in range(len(self.layout.dynamic)))]
+
+    @property
     def key(self) -> tuple[Any, ...]:
         """The key of this call's program in the cache of its function."""
         layout, leaves, record = self.layout, self.leaves, self.record

@@ -34,15 +34,21 @@ def example_keys(key: Array, batch: PyTree) -> Array:
     >>> dropout(jnp.ones((2, 3)), jax.random.key(0)).shape
     (2, 3)
     """
-    sizes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+    positions = _positions(_num_rows("example_keys", batch))
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, positions)
+
+
+def _num_rows(name: str, batch: PyTree) -> int:
+    """Returns the leading size of all arrays of a batch."""
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    sizes = {shape[:1] for shape in shapes}
     if len(sizes) != 1 or () in sizes:
-        shapes = ", ".join(str(jnp.shape(leaf)) for leaf in jax.tree.leaves(batch))
         raise ValueError(
-            "The arrays passed to example_keys must have a leading batch axis of the same size, "
-            f"got shapes: {shapes or None}."
+            f"The arrays passed to {name} must have a leading batch axis of the same size, "
+            f"got shapes: {', '.join(map(str, shapes)) or None}."
         )
     ((size,),) = sizes
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, _positions(size))
+    return size
 
 
 def _positions(size: int) -> Array:
@@ -79,14 +85,7 @@ def example_mask(batch: PyTree) -> Array:
     >>> loss_fn(model, jnp.ones((4, 2))).shape
     (4,)
     """
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
-    sizes = {shape[:1] for shape in shapes}
-    if len(sizes) != 1 or () in sizes:
-        raise ValueError(
-            "The arrays passed to example_mask must have a leading batch axis of the same size, "
-            f"got shapes: {', '.join(map(str, shapes)) or None}."
-        )
-    ((size,),) = sizes
+    size = _num_rows("example_mask", batch)
     frame = current_frame()
     mask = None if frame is None or frame.replica is None else frame.replica.mask
     if mask is None:

@@ -112,19 +112,13 @@ class MeshProgram(CompiledProgram):
     def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
         """See `CompiledProgram`. If launches are bounded, the last output is a token."""
         arguments = [*leaves, *self._more]
+        start = functools.partial(launch, self._compiled, arguments, outputs, self._described)
         if self._is_compiled and not self._ends_in_python:
-            launch(self._compiled, arguments, outputs, self._described, bounded=self._bounded)
+            start(bounded=self._bounded)
             return
         # A first call runs Python code after the launch, and compiles unless `compile` has.
         with interrupts.DeferredInterrupts(watches=not self._is_compiled):
-            launch(
-                self._compiled,
-                arguments,
-                outputs,
-                self._described,
-                bounded=self._bounded,
-                compiles=not self._is_compiled,
-            )
+            start(bounded=self._bounded, compiles=not self._is_compiled)
         self._is_compiled = True
 
     def compile(self) -> None:

@@ -7,7 +7,7 @@ the same: a learning rate, an assigned variable, an array that was changed betwe
 import operator
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 from weakref import ref
 
@@ -142,7 +142,9 @@ class HostValues:
             digests[_ORIGINS] = _OnHost(origins, None)
         mirrored = map(leaves.__getitem__, call.layout.mirrored)
         self._launches.appendleft([*map(ref, call.state), *map(ref, mirrored)])
-        self._note(program, digests)
+        if ledger.changes_program(program.identity):
+            require_same_launch(program.identity, program.label)
+        ledger.note(program.identity, program.label, digests)
 
     def note_results(self, call: Call, program: StepProgram) -> None:
         """Notes what the launch has returned."""
@@ -161,11 +163,6 @@ class HostValues:
                     found[id(array)] = (age, place)
                     missing.remove(id(array))
         return repr([found[id(array)] for array in arrays]) if arrays else ""
-
-    def _note(self, program: StepProgram, digests: Mapping[str, Digest]) -> None:
-        if ledger.changes_program(program.identity):
-            require_same_launch(program.identity, program.label)
-        ledger.note(program.identity, program.label, digests)
 
     def _unknown(self, leaves: list[Any], positions: Sequence[int]) -> Sequence[int]:
         """Returns the positions of the leaves that nothing has compared."""

@@ -78,11 +78,9 @@ class ReplicaFunction:
         self.num_state = len(call.state)
         self.num_objects = len(call.objects)
         self.layout = call.layout
-        own = [i in call.layout.per_replica for i in range(len(avals) - self.num_state)]
         self._captured = list(call.captured)
         self.new_captures: list[Variable] = []
-        held = self.structure.is_own if self.structure is not None else []
-        self.per_replica = [*held, *own]
+        self.per_replica = call.is_own
         self.statics = call.layout.statics(call.leaves)
         self.attribute_changes: list[tuple[Any, str, Any]] = []
         self.keys: list[int] = []
@@ -202,13 +200,8 @@ def _require_array(step_name: str, name: str, leaf: Any) -> None:
 
 def types_of(call: Call, leaves: Sequence[Any]) -> Types:
     """Returns the types of the state and of the other leaves on one replica, once placed."""
-    own = set(call.layout.per_replica)
-    is_own = call.structure.is_own if call.structure is not None else []
-    held = zip(call.state, is_own, strict=True)
-    return (
-        *(_row(leaf) if differs else abstract(leaf) for leaf, differs in held),
-        *(_row(leaf) if i in own else abstract(leaf) for i, leaf in enumerate(leaves)),
-    )
+    inputs = zip([*call.state, *leaves], call.is_own, strict=True)
+    return tuple([_row(leaf) if is_own else abstract(leaf) for leaf, is_own in inputs])
 
 
 def _row(stacked: Any) -> jax.ShapeDtypeStruct:

@@ -305,13 +305,9 @@ class Runner:
             record = Record(objects, {}) if objects else None
             state = (record.read() or []) if record is not None else []
             call = Call(fn, tree, layout, leaves, objects, record, state, donate_argnums, captured)
-            own = [
-                *(call.structure.is_own if call.structure is not None else ()),
-                *(i in layout.per_replica for i in range(len(layout.dynamic))),
-            ]
             values = [*state, *layout.dynamic_leaves(leaves)]
             avals = [x.declared if isinstance(x, StandIn) else abstract(x) for x in values]
-            rows = [abstract_row(x) if o else x for x, o in zip(avals, own, strict=True)]
+            rows = [abstract_row(x) if o else x for x, o in zip(avals, call.is_own, strict=True)]
             traced = self._trace(call, tuple(rows))
             require_no_escaped_arrays(traced)
             return examine(call, traced, self._make(call, tuple(rows)), avals)

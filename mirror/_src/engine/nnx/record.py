@@ -32,6 +32,7 @@ from mirror._src.engine.nnx.structure import (
     require_arrays,
 )
 from mirror._src.engine.per_replica import held_by, is_per_replica, per_replica
+from mirror._src.engine.recent_arrays import WeakArrays
 from mirror._src.engine.storage import read_value, write_value
 from mirror._src.engine.variable import spread_over
 
@@ -56,6 +57,7 @@ class Record:
             processes.
         assigned: Addresses of each leaf that the user has assigned and that is used as it is, by
             position, until a launch replaces it: other arrays of the user may share its memory.
+        unshared: Arrays, by id, that were found to share no memory with the objects.
     """
 
     def __init__(self, objects: Sequence[Any], known: MutableMapping[Hashable, Structure]) -> None:
@@ -64,6 +66,7 @@ class Record:
         self.last: Leaves | None = None
         self.unchecked: Sequence[int] = ()
         self.assigned: Mapping[int, Set[int]] = {}
+        self.unshared = WeakArrays()
         self._plain = self.structure.treedef == jax.tree.structure([0] * len(structure.slots))
         holders = [holder_at(objects, slot.path) for slot in structure.slots]
         self._variables = [h for h in holders if isinstance(h, nnx.Variable)]
@@ -244,7 +247,8 @@ class ObjectTable:
             require_arrays(record.structure.leaf_slots[i], leaf)
         taken: set[int] = set()
         assigned: dict[int, Set[int]] = {}
-        written = set(map(id, record.last or ()))
+        last = enumerate(record.last or ())
+        written = {id(leaf) for i, leaf in last if i not in record.assigned}
         mirrored = []
         for i, leaf in enumerate(leaves):
             if record.structure.is_own[i]:
@@ -257,7 +261,7 @@ class ObjectTable:
             is_ready = is_placed and taken.isdisjoint(buffers_of(leaf))
             mirrored.append(leaf if is_ready else self._replicas.store(leaf))
             taken |= buffers_of(mirrored[-1])
-            if is_ready and (id(leaf) not in written or i in record.assigned):
+            if is_ready and id(leaf) not in written:
                 assigned[i] = buffers_of(leaf)
         if placement_log.on:
             for name, leaf in zip(names(), mirrored, strict=True):
