@@ -79,6 +79,17 @@ def of_numpy(strategy, batch, times):
     return w
 
 
+def in_place(strategy, batch, times):
+    w = np.zeros(3, np.float32)
+
+    def step(batch):
+        return w + replica_mean(batch.mean(0))
+
+    for _ in range(times):
+        w[:] = strategy.run(step, (batch,))
+    return w
+
+
 def after_some_calls(strategy, batch, times):
     rate = jnp.float32(1.0)
 
@@ -144,6 +155,7 @@ CASES = {
     "attribute": (of_object, "'self.w'", "def step(w, batch), and strategy.run(step, (w, batch))"),
     "item": (of_dict, "'params['w']'", "def step(params, batch)"),
     "numpy": (of_numpy, "'w'", "def step(w, batch)"),
+    "numpy, in place": (in_place, "'w'", "def step(w, batch)"),
     "later": (after_some_calls, "'rate'", "def step(rate, batch, w)"),
 }
 

@@ -36,6 +36,7 @@ from mirror._src.jaxprs.equations import arrays_in
 
 _DEPTH = 3  # `trainer.state["losses"][0]`
 _MOST_ITEMS = 50  # from each end of a container: a list that a step appends to may be long
+_LARGE = 2**24  # bytes; of larger arrays, no copy is kept to notice a change in place
 _LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, jax.Array, ModuleType)
 
 Named = Iterable[tuple[str, Any]]
@@ -263,8 +264,13 @@ def captured_arrays(
     is_own = users_function(fn) is fn and is_our_module(getattr(fn, "__module__", None))
     if not constants or is_own:
         return {}
-    reached = _reached(fn, objects)
-    return {(name, path): value for name, path, value in reached if _identity(value) in constants}
+    reached = [each for each in _reached(fn, objects) if _identity(each[2]) in constants]
+    return {(name, path): _copy_if_mutable(value) for name, path, value in reached}
+
+
+def _copy_if_mutable(value: Any) -> Any:
+    is_mutable = isinstance(value, np.ndarray) and value.nbytes <= _LARGE
+    return value.copy() if is_mutable else value
 
 
 def is_time_to_look(runs: int) -> bool:
