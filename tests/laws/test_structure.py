@@ -86,7 +86,7 @@ BUDGETS = {
     "inspection": Size(2113, 9, 23),
     "data": Size(1392, 10, 25),
     "keras": Size(499, 5, 5),
-    "strategy": Size(1034, 6, 8),
+    "strategy": Size(1032, 6, 8),
     "training": Size(5775, 32, 64),
     "ps": Size(3569, 20, 67),
     "tools": Size(2981, 24, 30),

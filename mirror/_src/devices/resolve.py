@@ -114,8 +114,8 @@ def canonicalize_replica_devices(
     if isinstance(devices, str | LogicalDevice | jax.Device):
         shown = str(devices) if isinstance(devices, jax.Device) else repr(devices)
         fix = f"Pass a list: MirroredStrategy([{shown}])."
-        if isinstance(devices, str) and _is_type(devices):
-            kind = devices.strip("/").upper()
+        kind = devices.strip("/").upper() if isinstance(devices, str) else ""
+        if kind in ("CPU", "GPU", "TPU"):
             fix = (
                 f"For all of them: MirroredStrategy(mirror.config.list_logical_devices({kind!r}))."
             )
@@ -150,11 +150,6 @@ def canonicalize_replica_devices(
 def _shown(requested: list[DeviceLike]) -> str:
     names = [str(d) if isinstance(d, jax.Device) else repr(d) for d in requested]
     return f"[{', '.join(names)}]"
-
-
-def _is_type(text: str) -> bool:
-    """Whether a string is a type of devices, without an index."""
-    return text.strip("/").upper() in ("CPU", "GPU", "TPU")
 
 
 def _resolve(device: DeviceLike) -> tuple[DeviceSpec, jax.Device]:

@@ -114,14 +114,9 @@ def result_dtype(op: ReduceOp, dtype: Any) -> Any:
     if op is ReduceOp.MEAN and exact:
         return jnp.dtype(jnp.float32)
     if op is ReduceOp.SUM and exact:  # as `jnp.sum`: 8 bits hold no sum of two replicas
-        wide = jnp.uint32 if is_unsigned(dtype) else jnp.int32
+        wide = jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32
         return jnp.dtype(wide) if dtype == jnp.bool_ or jnp.iinfo(dtype).bits < 32 else dtype
     return dtype
-
-
-def is_unsigned(dtype: Any) -> bool:
-    """Whether a dtype is an integer without a sign."""
-    return jnp.issubdtype(dtype, jnp.unsignedinteger)
 
 
 _UFUNCS: dict[ReduceOp, Any] = {

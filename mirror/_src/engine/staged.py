@@ -180,7 +180,7 @@ class StagedProgram(CompiledProgram):
         self._require_context()
         weak = [
             [
-                lane.keeps_weak_type(is_own=is_own) and _is_weak_value(value)
+                lane.keeps_weak_type(is_own=is_own) and _is_weak(value.aval)
                 for value, is_own in zip(self._inputs, self._per_replica_inputs, strict=True)
             ]
             for lane in self._lanes
@@ -270,7 +270,7 @@ class _Part:
         Returns:
             The same for the outputs.
         """
-        constants = [value for value, _ in self._staged.constants if _is_weak_value(value)]
+        constants = [value for value, _ in self._staged.constants if _is_weak(value.aval)]
         values = [{*itertools.compress(self._staged.inputs, flags), *constants} for flags in weak]
         for number, (stage, programs) in enumerate(
             zip(self._staged.stages, self._stages, strict=True)
@@ -462,12 +462,8 @@ def _require_signature(
             raise SignatureChanged
 
 
-def _is_weak(leaf: Array) -> bool:
+def _is_weak(leaf: Any) -> bool:
     return getattr(leaf, "weak_type", False)  # PRNG keys do not have this attribute
-
-
-def _is_weak_value(value: Value) -> bool:
-    return getattr(value.aval, "weak_type", False)
 
 
 def _programs(communication: Loop | Branch) -> list[StagedJaxpr]:

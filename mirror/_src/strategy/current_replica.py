@@ -5,7 +5,7 @@ from typing import TypeVar
 import jax
 
 from mirror._src.base.tracebacks import api_boundary
-from mirror._src.engine.per_replica import PerReplica
+from mirror._src.engine.per_replica import is_per_replica
 from mirror._src.engine.reduce_op import Reduction
 from mirror._src.engine.replica_context import ReplicaContext, current_frame
 from mirror._src.strategy.mirrored import get_replica_context
@@ -97,7 +97,7 @@ def _context(name: str, tree: object, outside: str) -> ReplicaContext:
             f"{what}, inside the scope of {frame.strategy}, where no replica is current. Call it "
             f"in the function that you pass to strategy.run. {instead}"
         )
-    if any(isinstance(leaf, PerReplica) for leaf in jax.tree.leaves(tree, is_leaf=_is_per_replica)):
+    if any(map(is_per_replica, jax.tree.leaves(tree, is_leaf=is_per_replica))):
         raise RuntimeError(
             f"{what}, with a PerReplica, which has the values of all replicas. {instead}"
         )
@@ -108,7 +108,3 @@ def _context(name: str, tree: object, outside: str) -> ReplicaContext:
             'jax.lax.pmean(x, "batch").'
         )
     return get_replica_context()
-
-
-def _is_per_replica(value: object) -> bool:
-    return isinstance(value, PerReplica)
