@@ -291,11 +291,8 @@ class ArgumentPlacer:
         memory with these objects may share it with others.
         """
         checked = self._checked if call.record is None else call.record.unshared
-        new = [
-            i
-            for i, leaf in zip(positions, map(leaves.__getitem__, positions), strict=True)
-            if self._unshared.get(id(leaf)) is not leaf and checked.get(id(leaf)) is not leaf
-        ]
+        known = (self._unshared, checked)
+        new = [i for i in positions if all(k.get(id(leaves[i])) is not leaves[i] for k in known)]
         if not new:
             return
         program.num_address_checks += 1
