@@ -78,11 +78,11 @@ def test_imports_have_no_cycles():
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
     "base": Size(1099, 14, 14),
-    "devices": Size(2153, 16, 26),
+    "devices": Size(2151, 16, 26),
     "cluster": Size(1175, 7, 20),
     "jaxprs": Size(3384, 16, 30),
     "passes": Size(2685, 16, 34),
-    "engine": Size(5562, 31, 73),
+    "engine": Size(5544, 31, 73),
     "inspection": Size(2113, 9, 23),
     "data": Size(1392, 10, 25),
     "keras": Size(499, 5, 5),
