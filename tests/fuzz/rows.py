@@ -111,6 +111,16 @@ _PICKING: dict[str, tuple[Shape, Shape, Callable[[Any, Any], Any]]] = {
     "in a row": (COLUMN, COLUMN, lambda x, y: jnp.asarray(x)[jnp.arange(len(x))[None]][0]),
     "set": (BATCH, BATCH, lambda x, y: jnp.asarray(x).at[_at(x, y)].set(0.5)),
     "set to rows": (BATCH, BATCH, lambda x, y: jnp.asarray(x).at[_at(x, y)].set(y)),
+    "set in constants": (
+        BATCH,
+        BATCH,
+        lambda x, y: jnp.ones((len(x), FEATURES)).at[_at(x, y)].set(y),
+    ),
+    "set in constants of others": (
+        PAIRS,
+        PAIRS,
+        lambda x, y: jnp.zeros((len(x), len(x))).at[_turned(x, y)].set(0.5),
+    ),
     "added": (PAIRS, PAIRS, lambda x, y: jnp.asarray(x).at[_at(x, y)].add(y)),
     "added to others": (PAIRS, PAIRS, lambda x, y: jnp.asarray(x).at[_turned(x, y)].add(1.0)),
 }

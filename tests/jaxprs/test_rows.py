@@ -254,6 +254,15 @@ ONE_BY_ONE = {
     "sum of constants": (lambda _, x: x.sum(-1) + summed(1.0) + summed(jnp.ones(3)).sum(), X),
     "dropout": (lambda _, x: nnx.Dropout(0.5, rngs=nnx.Rngs(0))(x).sum(-1), X),
     "set": (lambda _, x, y: x.at[:, 0].set(0).at[jnp.arange(ROWS), y].set(1.0).sum(-1), X, LABELS),
+    "set in constants": (
+        lambda _, x, y: (x * jnp.full((ROWS, 8), 0.1).at[jnp.arange(ROWS), y].set(0.9)).sum(-1),
+        X,
+        LABELS,
+    ),
+    "columns beside each other": (  # JAX reduces along `np.int64(0)`
+        lambda _, x: jax.vmap(lambda r: jax.nn.logsumexp(jnp.stack([r, 2 * r])))(x[:, 0]),
+        X,
+    ),
     "running statistics": (normalized(use_running_average=True), X),
     "ctc": (
         lambda _, x, t: optax.ctc_loss(x, jnp.zeros((ROWS, 7)), t, jnp.zeros((ROWS, 5))),
@@ -375,6 +384,29 @@ ACROSS = {
         LABELS,
     ),
     "labels with positions": (lambda _, x, y: x[y, jnp.arange(ROWS)], X, LABELS),
+    "labels in constants with positions": (
+        lambda _, x, y: (x * jnp.ones((ROWS, 8)).at[y, jnp.arange(ROWS)].set(0.0)).sum(-1),
+        X,
+        LABELS,
+    ),
+    "more rows than constants": (
+        lambda _, x: x.sum(-1) * jnp.ones(ROWS - 1).at[jnp.arange(ROWS)].set(x[:, 0])[0],
+        X,
+    ),
+    "constants set to rows of another replica": (
+        lambda _, x: jnp.zeros(ROWS).at[jnp.arange(ROWS)].set(ring(x)[:, 0]),
+        X,
+    ),
+    "set to rows of another replica": (
+        lambda _, x: x[:, 0].at[jnp.arange(ROWS)].set(ring(x)[:, 0]),
+        X,
+    ),
+    "sum along a stack": (
+        lambda _, x: (
+            x[:, 0] - jax.vmap(lambda r: jax.nn.logsumexp(jnp.stack([r, r])))(x[:, 0]).sum()
+        ),
+        X,
+    ),
     "masked rows by labels": (
         lambda m, x, y: jnp.where(m[:, None], x, -1e3)[y].sum(-1),
         X,

@@ -218,8 +218,10 @@ def axis_after(eqn: JaxprEqn, axis: int) -> int | None:
     axes = axes if isinstance(axes, tuple) else (axes,)
     if axis in axes:
         return None
-    is_kept = name in ("rev", "split")
-    return axis if is_kept else axis - sum(isinstance(each, int) and each < axis for each in axes)
+    if name in ("rev", "split"):
+        return axis
+    # Under `jax.vmap`, JAX passes axes as `np.int64`; names are axes of replicas.
+    return axis - sum(not isinstance(each, str) and each < axis for each in axes)
 
 
 _MATRICES = """

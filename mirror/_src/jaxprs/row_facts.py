@@ -119,14 +119,10 @@ def elementwise(eqn: JaxprEqn, values: Sequence[Value]) -> Value:
         return None
     if x in _ABSORBING.get(name, ()) or (name != "div" and y in _ABSORBING.get(name, ())):
         return x if x in _ABSORBING[name] else y
-    if name in _COMMUTING and x in _NEUTRAL.get(name, ()):
-        return y
-    if y in _NEUTRAL.get(name, ()):
-        return x
-    if name in ("mul", "div") and _is_huge(x) and y == POSITIVE:
-        return x
-    if name == "mul" and _is_huge(y) and x == POSITIVE:
-        return y
+    for number, other in [(x, y), (y, x)] if name in _COMMUTING else [(x, y)]:
+        is_scaled = name in ("mul", "div") and _is_huge(number) and other == POSITIVE
+        if is_scaled or other in _NEUTRAL.get(name, ()):
+            return number
     if name in _DECIDED and (_is_huge(x) or _is_huge(y)):
         known = [value if isinstance(value, float) else 0.0 for value in values]
         return _evaluated(name, eqn, known)
@@ -445,6 +441,6 @@ def is_plain(value: Rows) -> bool:
 
 
 def unknown(operands: Sequence[Rows], line: Place) -> Rows:
-    joined = join(operands)
-    lines: dict[str, Any] = {name: getattr(joined, name) for name in _LINES}
-    return Rows(**lines)._replace(undefined=NO_LINES, unknown=joined.unknown | {line})
+    lines: dict[str, Any] = {name: getattr(join(operands), name) for name in _LINES}
+    lines.update(undefined=NO_LINES, unknown=lines["unknown"] | {line})
+    return Rows(**lines)

@@ -370,12 +370,11 @@ def _extended(
 def _partly(value: Rows, parts: list[Rows]) -> Rows:
     """Returns a value that consists of parts, any of which may be NaN."""
 
-    def number(of: Callable[[Rows], Value], otherwise: Value) -> Value:
-        return SOME_NAN if any(is_nan(of(x)) for x in parts) else otherwise
+    def number(of: Callable[[Rows], Value]) -> Value:
+        return SOME_NAN if any(is_nan(of(x)) for x in parts) else of(value)
 
-    constant = number(lambda x: x.constant, value.constant)
-    value = value._replace(constant=constant)
-    return value.filled(lambda axis: number(lambda x: x.value(axis), value.value(axis)))
+    filled = value.filled(lambda axis: number(lambda x: x.value(axis)))
+    return filled._replace(constant=number(lambda x: x.constant))
 
 
 def _pad(eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
@@ -525,17 +524,22 @@ def _scatter(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
         result = _partly(result, [array, rows])
     if not rest and not own:
         return result
-    picked = set(dims.scatter_dims_to_operand_dims) & set(dims.inserted_window_dims)
-    hit = [x.axis for x in array.axes if x.axis in picked and not x.origin]
-    along = [
-        {row.axis for row in _indexed(indices, dims.scatter_dims_to_operand_dims, axis)}
-        for axis in hit
-    ]
-    common = set(range(len(scattered))).intersection(*along) if len(hit) == len(array.axes) else ()
+    names, shape = dims.scatter_dims_to_operand_dims, shape_of(eqn.invars[0])
+    along = {
+        axis: {row.axis for row in _indexed(indices, names, axis) if row.size == shape[axis]}
+        for axis in set(names) & set(dims.inserted_window_dims)
+    }
+    hit = [x.axis for x in array.axes if x.axis in along and not x.origin]
+    is_own = len(hit) == len(array.axes)
+    hit = hit or [axis for axis, found in along.items() if found]  # of an array without rows
+    common = set(range(len(scattered))).intersection(*(along[axis] for axis in hit))
+    written = {*own, *(row for row in updates.axes if row.axis in rest)}
     rows_at = {*rest, *(scattered[row.axis] for row in own)}
-    if hit and any(rows_at <= {scattered[axis]} for axis in common):
-        return result  # x.at[jnp.arange(n), labels].set(v)
-    if len(hit) < len(array.axes):
+    if is_own and hit and any(rows_at <= {scattered[axis]} for axis in common):
+        # x.at[jnp.arange(n), labels].set(v)
+        axes = {row.at(axis) for row in written for axis in hit}
+        return result._replace(axes=result.axes | axes)
+    if not is_own:
         return result._replace(unknown=result.unknown | {line})
     excludes = neutral(name, dtype_of(eqn.invars[2]))
     mixed = updates.without(rest, line, excludes)

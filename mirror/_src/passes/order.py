@@ -152,7 +152,7 @@ class TreeSum:
             pieces: The pieces of this device, `(slots, *shape)`.
         """
         n, shape = self._num_devices, pieces.shape[1:]
-        if n == self._slots == 1:
+        if n == self._slots == 1 or not pieces.size:
             return pieces[0]
         if n == 1:
             return lambda: self._joined(list(pieces))
