@@ -255,6 +255,7 @@ def edges(x, scalar, nothing, mirrored):
         "gathered scalar": jax.lax.all_gather(scalar, REPLICA_AXIS),
         "nothing": context().all_reduce("sum", nothing),
         "gathered nothing": context().all_gather(nothing),
+        "gathered rows of nothing": jax.lax.all_gather(nothing, REPLICA_AXIS, tiled=True),
         "numbers": jax.lax.psum((1, 2.5), REPLICA_AXIS),
         "number": context().all_reduce("mean", 3),
         "gathered number": jax.lax.all_gather(7, REPLICA_AXIS),

@@ -93,6 +93,13 @@ def _find_complex_sum(eqn: JaxprEqn) -> Rule | None:
     ]
 
 
+def _find_empty(eqn: JaxprEqn) -> Rule | None:
+    """Returns the rule for a gather of empty arrays, which XLA rejects."""
+    avals: list[Any] = [var.aval for var in eqn.outvars]
+    empty = [jnp.zeros(aval.shape, aval.dtype) for aval in avals if not aval.size]
+    return (lambda *_: empty) if empty else None
+
+
 class Formulas:
     """Collectives that one replica computes from the values of all.
 
@@ -229,7 +236,7 @@ class CollectiveRules(Formulas):
             }
         if self._axis is not None:
             extremes: Rules = dict.fromkeys(("pmax", "pmin"), self._find_extreme)
-            reductions: Rules = {**extremes, "psum": _find_complex_sum}
+            reductions: Rules = {"psum": _find_complex_sum, "all_gather": _find_empty, **extremes}
             # They become all-reduces, of which every replica keeps its part. The reduce-scatter of
             # gloo returns wrong values for large arrays from time to time (jax#40830; JAX 0.10 to
             # 0.12.0.1).
