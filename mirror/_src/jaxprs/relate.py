@@ -202,8 +202,6 @@ class Pass(Interpreter[Relation]):
             return rows(axes.pop())
         if predicate.is_equal:
             return worst(cases) or self.unknown(eqn)
-        if predicate.kind is Kind.PART:
-            return self.pair(eqn, eqn).other(Why.PART)
         return worst([predicate, *cases]) or self.unknown(eqn)
 
     def scan(self, eqn: JaxprEqn, operands: list[Relation]) -> list[Relation]:
@@ -417,10 +415,6 @@ class _Alone(Pass):
             is_over_rows = x.kind is Kind.ROWS and x.axis in axes
             self.sizes[eqn.outvars[0]] = size, is_over_rows
             (self.counts if is_over_rows else self.others).add(size)
-        elif name == "reduce_window_sum":
-            size = int(np.prod(eqn.params["window_dimensions"]))
-            self.sizes[eqn.outvars[0]] = size, False
-            self.others.add(size)
         elif name in _MOVING and isinstance(eqn.invars[0], Var):
             if (found := self.sizes.get(eqn.invars[0])) is not None:
                 self.sizes[eqn.outvars[0]] = found

@@ -40,10 +40,13 @@ _EXACT = (Kind.ZERO, Kind.SAME)
 
 def _combined(pair: Pair, xs: list[Relation]) -> Relation | None:
     """The rule of operations that combine entries along some axes, or move them."""
-    if pair.name == "reduce_window_max" and xs[0].kind is Kind.PART:
+    is_linear, kinds = pair.name in _SCALED, {x.kind for x in xs}
+    if is_linear and kinds <= {*_EXACT, Kind.PART}:
+        return xs[0] if pair.name != "reduce_window_max" or kinds != {Kind.PART} else None
+    found = alike(xs)
+    if found is None or Kind.SAME in kinds or found.axis in combined_axes(pair.eqn):
         return None
-    axes = combined_axes(pair.eqn)
-    return _batched(xs, lambda axis: axis not in axes, is_linear=pair.name in _SCALED)
+    return found if found.scale == 1 or is_linear else None
 
 
 def _triangular_solve(pair: Pair, xs: list[Relation]) -> Relation | None:
@@ -57,20 +60,6 @@ def _triangular_solve(pair: Pair, xs: list[Relation]) -> Relation | None:
         return sides if is_side or sides.axis < 0 else None
     is_batch = matrix == rows(sides.axis) and sides.axis < ndim - 2
     return sides if sides.kind is Kind.ROWS and is_batch else None
-
-
-def _batched(
-    xs: list[Relation], is_free: Callable[[int], bool], *, is_linear: bool = False
-) -> Relation | None:
-    """Returns the relation of what each row of all operands gives."""
-    if is_linear and len(xs) == 1 and xs[0].kind in (Kind.PART, Kind.SAME, Kind.ZERO):
-        return xs[0]
-    found = alike(xs)
-    if found is None or found.kind is not Kind.ROWS or not is_free(found.axis):
-        return None
-    if any(x.kind is Kind.SAME for x in xs):
-        return None
-    return found if found.scale == 1 or is_linear else None
 
 
 def _pooled(pair: Pair, xs: list[Relation]) -> Relation | None:

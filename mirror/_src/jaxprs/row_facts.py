@@ -182,18 +182,13 @@ def _evaluated(name: str, eqn: JaxprEqn, values: Sequence[Any]) -> Value:
     table = {**_FUNCTIONS, **_LOGICAL} if is_bool else _FUNCTIONS
     function = table.get(name)
     if name == "round" and eqn.params["rounding_method"] == jax.lax.RoundingMethod.AWAY_FROM_ZERO:
-        function = _round_away
+        return None
     if name == "integer_pow":
         values, function = [*values, float(eqn.params["y"])], np.power
     if function is None:
         return None
     with np.errstate(all="ignore"):
         return _cast(_number(function(*map(np.float64, values))), eqn)
-
-
-def _round_away(value: Any) -> Any:
-    """Rounds a number to the nearest integer, and one half away from zero."""
-    return np.copysign(np.trunc(np.abs(value)) + (np.abs(value) % 1 >= 0.5), value)
 
 
 def _cast(value: Value, eqn: JaxprEqn) -> Value:
