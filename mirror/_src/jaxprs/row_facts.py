@@ -116,7 +116,6 @@ def elementwise(eqn: JaxprEqn, values: Sequence[Value]) -> Value:
         factor = y if x == REPLICA else x
         if isinstance(factor, float) and factor.is_integer():
             return "replica", int(factor), 0
-        return None
     if x in _ABSORBING.get(name, ()) or (name != "div" and y in _ABSORBING.get(name, ())):
         return x if x in _ABSORBING[name] else y
     for number, other in [(x, y), (y, x)] if name in _COMMUTING else [(x, y)]:
@@ -342,9 +341,7 @@ class Rows(NamedTuple):
         """Returns the value with its axes moved; an axis may be split, or vanish."""
         axes = frozenset(new for axis in self.axes for new in move(axis))
         fills = frozenset((new, value) for axis, value in self.fills for new in move(axis))
-        positions = frozenset(
-            (new, column) for axis, column in self.positions for new in move(axis)
-        )
+        positions = frozenset((new, k) for axis, k in self.positions for new in move(axis))
         return self._replace(axes=axes, fills=fills, positions=positions)
 
     def value(self, axis: RowAxis) -> Value:
@@ -354,9 +351,8 @@ class Rows(NamedTuple):
     def filled(self, value: Callable[[RowAxis], Value]) -> "Rows":
         """Returns the value with other numbers for the entries of padding."""
         known = ((axis, value(axis)) for axis in self.axes)
-        return self._replace(
-            fills=frozenset(each for each in known if each[1] not in (None, POSITIVE))
-        )
+        fills = frozenset(each for each in known if each[1] not in (None, POSITIVE))
+        return self._replace(fills=fills)
 
     def spread(self, operand: "Rows", axes: Iterable[int]) -> "Rows":
         """Returns a combination of entries along axes, which is NaN if one of them is."""

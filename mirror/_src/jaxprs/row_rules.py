@@ -126,7 +126,7 @@ def _scaled(eqn: JaxprEqn, operands: list[Rows], joined: Rows, line: Place) -> R
         if isinstance(number, float) and number and not (is_quotient and rows is y):
             count = abs(number if is_quotient else 1 / number)
             times = [count / row.size for row in rows.axes if row.size > 1]
-            if any(each > 0.5 and abs(each - round(each)) < 1e-3 for each in times):
+            if any(0.5 < each < math.inf and abs(each - round(each)) < 1e-3 for each in times):
                 place = line._replace(counts_padding=True)  # if it is summed
                 return joined._replace(unknown=joined.unknown | {place})
     return joined
@@ -423,14 +423,10 @@ def _placed(value: Rows, place: dict[int, int]) -> Rows:
 
 def _conv(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     spec = eqn.params["dimension_numbers"]
-    image, kernel = operands
-    batch = spec.lhs_spec[0]
-    if eqn.params["batch_group_count"] > 1 or kernel.axes:
-        return unknown(operands, line)
+    (image, kernel), (batch, features, *_) = operands, spec.lhs_spec
     others = [row.axis for row in image.axes if row.axis >= 0 and row.axis != batch]
-    if any(row.axis == spec.lhs_spec[1] for row in image.axes) and (
-        eqn.params["feature_group_count"] > 1
-    ):
+    is_grouped = features in others and eqn.params["feature_group_count"] > 1
+    if eqn.params["batch_group_count"] > 1 or kernel.axes or is_grouped:
         return unknown(operands, line)
     image = image.without(others, line)
     moved = image.moved(lambda row: (row.at(spec.out_spec[0] if row.axis >= 0 else row.axis),))
@@ -441,9 +437,7 @@ def _conv(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
 def _of_vectors(eqn: JaxprEqn, indices: Rows, line: Place) -> Rows:
     """Returns indices whose last axis, with the numbers of one index, has no rows."""
     last = len(shape_of(eqn.invars[1])) - 1
-    alone = indices.moved(
-        lambda row: (row.at(ALONE if (row.axis, row.size) == (last, 1) else row.axis),)
-    )
+    alone = indices.moved(lambda x: (x.at(ALONE if x[:2] == (last, 1) else x.axis),))
     positions = frozenset(x for x in alone.positions if x[0].axis != last)
     return alone.without([last], line)._replace(positions=positions)
 
@@ -483,13 +477,9 @@ def _gather(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
         if along and sizes[x.axis] == 1 and (is_own or _is_of_all(array, x.axis, along[0].size)):
             at = along[0].axis
             places[x] = RowAxis(batch[at] if at >= 0 else at, along[0].size)
-    result = array
-    lost = {x for x in array.axes if x.axis in picked and x not in places}
-    if lost:
-        result = result.without({x.axis for x in lost}, line)
-    result = result.moved(
-        lambda row: (places[row] if row in places else row.at(place.get(row.axis, row.axis)),)
-    )
+    lost = {x.axis for x in array.axes if x.axis in picked and x not in places}
+    result = array.without(lost, line)
+    result = result.moved(lambda x: (places.get(x) or x.at(place.get(x.axis, x.axis)),))
     fill = eqn.params["fill_value"]
     # Of padding, too, an index may be outside. JAX's default, NaN or a limit, is a mistake then.
     if fill is not None and fill == fill and fill not in limits(dtype_of(eqn.invars[0])):
@@ -506,9 +496,7 @@ def _scatter(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     for a, b in zip(dims.operand_batching_dims, dims.scatter_indices_batching_dims, strict=True):
         place[scattered[b]] = a
     rows = updates.moved(
-        lambda row: (
-            (row.at(place.get(row.axis, row.axis)),) if (row.axis in place or row.axis < 0) else ()
-        )
+        lambda x: (x.at(place.get(x.axis, x.axis)),) * (x.axis in place or x.axis < 0)
     )
     is_first = dims.inserted_window_dims == dims.scatter_dims_to_operand_dims == (0,)
     if is_first and (row := _round_axis(indices, shape_of(eqn.invars[0])[0])):

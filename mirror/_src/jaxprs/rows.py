@@ -61,10 +61,8 @@ def find_rows(
     """
     found = _Pass(num_replicas).call(program, inputs)
     return [
-        rows._replace(
-            padded=rows.padded | rows.diluted | (rows.mixed if _is_sent(rows) else NO_LINES)
-        )
-        for rows in found
+        x._replace(padded=x.padded | x.diluted | (x.mixed if _is_sent(x) else NO_LINES))
+        for x in found
     ]
 
 
@@ -178,14 +176,10 @@ class _Pass(Interpreter[Rows]):
             value = value.filled(lambda axis: _if_not(value.value(axis), before))
             return value._replace(constant=_if_not(value.constant, before))
 
-        inside = [
-            x.moved(
-                lambda row: (
-                    row.at(row.axis - 1 if row.axis > 0 else index if row.axis == 0 else row.axis),
-                )
-            )
-            for x in scanned
-        ]
+        def sliced(row: RowAxis) -> tuple[RowAxis]:
+            return (row.at(row.axis - (row.axis > 0) if row.axis else index),)
+
+        inside = [x.moved(sliced) for x in scanned]
         # A ring has a round for each replica, and each round has the rows of another one.
         is_ring = 0 < scan.length <= self.num_replicas and any(
             eqn.primitive.name == "ppermute" for eqn in equations(scan.body.jaxpr)
@@ -209,9 +203,7 @@ class _Pass(Interpreter[Rows]):
         self.depth -= 1
 
         def stacked(row: RowAxis) -> tuple[RowAxis]:
-            return (
-                row.at(row.axis + 1 if row.axis >= 0 else 0 if row.axis == index else row.axis),
-            )
+            return (row.at(0 if row.axis == index else row.axis + (row.axis >= 0)),)
 
         return [*carry, *(outside(x).moved(stacked) for x in results[scan.num_carry :])]
 
