@@ -521,6 +521,7 @@ ACROSS = {
     "roll": (lambda _, x: (x * jnp.roll(x, 1, 0)).sum(-1), X),
     "mixup": (lambda _, x: x[jax.random.permutation(jax.random.key(0), ROWS)].sum(-1), X),
     "first rows": (lambda _, x: (x - x[:1]).sum(-1), X),
+    "columns of the first row": (lambda _, x: x.sum(-1) - x[0][jnp.arange(ROWS)], X),
     "first row": (lambda _, x: (x - x[0]).sum(-1), X),
     "reversed": (lambda _, x: (x - x[::-1]).sum(-1), X),
     "sorted": (lambda _, x: jnp.sort(x, 0).sum(-1), X),

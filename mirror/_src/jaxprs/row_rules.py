@@ -472,7 +472,7 @@ def _gather(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     }
     places = {}  # of rows of which entry i of the result is row i
     for x in array.axes:
-        is_own = not x.origin and x.size == shape[x.axis]
+        is_own = x.axis >= 0 and not x.origin and x.size == shape[x.axis]
         along = _indexed(indices, dims.start_index_map, x.axis, "" if is_own else "gathered")
         if along and sizes[x.axis] == 1 and (is_own or _is_of_all(array, x.axis, along[0].size)):
             at = along[0].axis
