@@ -139,6 +139,13 @@ def warn_at(place: tuple[str, int]) -> None:
     _thread.place = place
 
 
+def is_first(warned: set[str], kind: str) -> bool:
+    """Whether a warning of this kind is the first one; then it is added to the kinds."""
+    is_first = kind not in warned
+    warned.add(kind)
+    return is_first
+
+
 def warn_user(message: str, caller: str = "mirror") -> None:
     """Issues a warning at the user's line; `caller` as for `depth_of_user`."""
     place = getattr(_thread, "place", None)

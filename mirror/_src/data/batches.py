@@ -11,7 +11,7 @@ from mirror._src.base.errors import describe, expected, listing
 from mirror._src.base.foreign_arrays import is_packed, is_sparse, to_array
 from mirror._src.base.naming import keys
 from mirror._src.base.types import PyTree, is_numeric, long_fix
-from mirror._src.devices.transfer import require_fits, without_alias
+from mirror._src.devices.transfer import host_view, require_fits
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 
 Remainder: TypeAlias = Literal["error", "drop", "pad"]
@@ -107,7 +107,7 @@ def require_integers_fit(batch: HostBatch) -> None:
 
 
 def array_of(name: str, leaf: Any) -> Any:
-    """Returns a leaf as an array of numbers: JAX arrays unchanged, anything else as NumPy.
+    """Returns a leaf as an array of numbers, of NumPy unless JAX has it on other devices.
 
     Raises:
         TypeError: If it is a `PerReplica`, or of a dtype that JAX does not support.
@@ -126,7 +126,7 @@ def array_of(name: str, leaf: Any) -> Any:
         )
     array = to_array(name, leaf)
     if isinstance(array, jax.Array):
-        return without_alias(array)  # JAX may read it when a loader fills its memory again
+        return host_view(array)
     if not is_numeric(array.dtype):
         fix = "Yield numbers; encode text first."
         if array.dtype == object:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from mirror._src.base.foreign_arrays import is_array
-from mirror._src.devices.transfer import without_alias
+from mirror._src.devices.transfer import host_view
 
 T = TypeVar("T")
 """A batch."""
@@ -43,13 +43,14 @@ def taken(batches: Iterator[T], count: int) -> list[T]:
 
 
 def _copied(leaf: Any) -> Any:
+    leaf = host_view(leaf) if isinstance(leaf, jax.Array) else leaf
     if isinstance(leaf, np.ndarray):
         return leaf.copy()
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(leaf, torch.Tensor):
         return leaf.clone()
-    if isinstance(leaf, jax.Array):
-        return without_alias(leaf)
-    if isinstance(leaf, np.generic) or not (is_array(leaf) or hasattr(leaf, "__array_interface__")):
+    if isinstance(leaf, np.generic | jax.Array):
+        return leaf
+    if not (is_array(leaf) or hasattr(leaf, "__array_interface__")):
         return leaf
     return np.asarray(leaf).copy()

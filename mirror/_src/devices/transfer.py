@@ -183,15 +183,16 @@ def move(array: Array | np.ndarray, device: jax.Device) -> Array:
     return jax.device_put(array, device)
 
 
-def without_alias(array: Array) -> Array:
-    """Returns an array on one host device as a copy: it may share memory with others by DLPack."""
-    is_traced = isinstance(array, jax.core.Tracer)
-    if is_traced or array.is_deleted() or {each.platform for each in array.devices()} != {"cpu"}:
+def host_view(array: Array) -> Array | np.ndarray:
+    """Returns an array on one host device as one of NumPy, without a copy, and others unchanged.
+
+    Its owner may refill memory that it shares by DLPack, as that of an array of NumPy.
+    """
+    if isinstance(array, jax.core.Tracer) or array.is_deleted():
         return array
-    if len(array.devices()) > 1:
-        return array
-    with NoMesh(), unlogged():
-        return jax.block_until_ready(jnp.copy(array))
+    is_on_host = [each.platform for each in array.devices()] == ["cpu"]
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return np.asarray(array) if is_on_host and not is_key else array
 
 
 def place_like(array: Array | np.ndarray, like: Array | np.ndarray) -> Array:

@@ -20,6 +20,7 @@ from mirror._src.base.errors import describe, listing
 from mirror._src.base.naming import (
     argument_names,
     code_of,
+    is_first,
     is_our_module,
     keys,
     name_of,
@@ -293,7 +294,7 @@ def warn_about_proof(
             'all-reduce its result, mirror.all_reduce("mean", y).'
         )
     for kind, text in texts.items():
-        if _is_first(warned, kind):
+        if is_first(warned, kind):
             warn_user(text)
 
 
@@ -305,7 +306,7 @@ def warn_about_drift(step: Step, call: Call, analysis: Analysis, num_replicas: i
     causes = [known[i] for i in call.layout.per_replica if i in known]
     results, _, _ = analysis.traced.split(analysis.marks)
     known.update(own_values(call, analysis.traced, results))
-    if causes and _is_first(step.warned, "drift"):
+    if causes and is_first(step.warned, "drift"):
         warn_user(
             f"{name_of(call.fn)} receives values that an earlier call has returned, and that "
             f"differ between replicas, so that each replica trains on its own:\n{listing(causes)}"
@@ -317,7 +318,7 @@ def warn_about_lost_updates(warned: set[str], call: Call, notes: Notes) -> None:
     """Warns about new values of arguments that the step computes and does not return."""
     if is_our_module(getattr(call.fn, "__module__", None)) or not notes.lost_updates:
         return
-    if not _is_first(warned, "lost"):
+    if not is_first(warned, "lost"):
         return
     step_name, names = name_of(call.fn), call.input_names
     lost = list(dict.fromkeys(names[update.input] for update in notes.lost_updates))
@@ -345,7 +346,7 @@ def warn_about_idle_optimizers(warned: set[str], call: Call, analysis: Analysis)
         if not is_updated or not models or each.wrt is nnx.Param:  # of a model without parameters
             continue
         message = nothing_selected(models, each.wrt)
-        if message is not None and _is_first(warned, "optimizer"):
+        if message is not None and is_first(warned, "optimizer"):
             warn_user(f"{name_of(call.fn)}: {message}")
 
 
@@ -366,7 +367,7 @@ def warn_about_leaks(warned: set[str], fn: StepFunction) -> None:
     if is_our_module(getattr(fn, "__module__", None)):
         return
     leaked = leaked_names(fn)
-    if not leaked or not _is_first(warned, "leaks"):
+    if not leaked or not is_first(warned, "leaks"):
         return
     name = name_of(fn)
     stored = ", ".join(f"{path} ({describe(value)})" for path, value in leaked[:3])
@@ -391,26 +392,19 @@ def warn_about_stale_arrays(warned: set[str], call: Call, captured: Captured, ru
     if not is_time_to_look(runs):
         return
     message = stale_array(call.fn, call.objects, captured, call.captured)
-    if message is not None and _is_first(warned, "stale"):
+    if message is not None and is_first(warned, "stale"):
         warn_user(message)
 
 
 def warn_about_recompilation(warned: set[str], fn: StepFunction) -> None:
     """Warns about a step that is a new function object in every call."""
     code = code_of(fn)
-    if code is not None and _is_first(warned, "recompiled"):
+    if code is not None and is_first(warned, "recompiled"):
         warn_user(
             f"{name_of(fn)} ({code.co_filename}:{code.co_firstlineno}) was recompiled "
             f"{MAX_NEW_FUNCTIONS} times because each call passes a new function object. "
             "Define it once, outside the loop, and pass the changing values as arguments."
         )
-
-
-def _is_first(warned: set[str], kind: str) -> bool:
-    """Whether a step gets this warning for the first time."""
-    is_first = kind not in warned
-    warned.add(kind)
-    return is_first
 
 
 def _path_name(call: Call, path: Sequence[Any]) -> str:

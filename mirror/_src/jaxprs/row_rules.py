@@ -437,7 +437,7 @@ def _conv(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
 def _of_vectors(eqn: JaxprEqn, indices: Rows, line: Place) -> Rows:
     """Returns indices whose last axis, with the numbers of one index, has no rows."""
     last = len(shape_of(eqn.invars[1])) - 1
-    alone = indices.moved(lambda x: (x.at(ALONE if x[:2] == (last, 1) else x.axis),))
+    alone = indices.moved(lambda x: (x.at(ALONE if (x.axis, x.size) == (last, 1) else x.axis),))
     positions = frozenset(x for x in alone.positions if x[0].axis != last)
     return alone.without([last], line)._replace(positions=positions)
 
@@ -496,7 +496,7 @@ def _scatter(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     for a, b in zip(dims.operand_batching_dims, dims.scatter_indices_batching_dims, strict=True):
         place[scattered[b]] = a
     rows = updates.moved(
-        lambda x: (x.at(place.get(x.axis, x.axis)),) * (x.axis in place or x.axis < 0)
+        lambda x: (x.at(place.get(x.axis, x.axis)),) if x.axis in place or x.axis < 0 else ()
     )
     is_first = dims.inserted_window_dims == dims.scatter_dims_to_operand_dims == (0,)
     if is_first and (row := _round_axis(indices, shape_of(eqn.invars[0])[0])):

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from mirror._src.base.errors import describe, expected, require_callable, require_int
-from mirror._src.base.naming import name_of, warn_user
+from mirror._src.base.naming import is_first, name_of, warn_user
 from mirror._src.base.types import Array, PyTree, accumulator, is_half, widened
 from mirror._src.engine.examples import masking
 from mirror._src.training.losses import Metrics, name_in_table
@@ -190,7 +190,7 @@ class Objective:
         self._half_precision: str | None = None  # the dtype of the losses, after a trace
         self.is_constant = False
         self._is_traced = False  # since the last warnings
-        self._has_warned = self._is_examined = self._has_warned_of_constant = False
+        self._warned: set[str] = set()  # kinds of warnings that were issued, or need not be
         self._sample_weight = sample_weight
         self.inspect = None if self._labels is None else self._labels.inspect
         self._class_weight = class_weight
@@ -224,22 +224,20 @@ class Objective:
             return
         self._is_traced = False
         dtype = self._half_precision
-        if dtype is not None and not self._has_warned:
-            self._has_warned = True
+        if dtype is not None and is_first(self._warned, "half precision"):
             warn_user(
                 f"The per-example losses of {name_of(self.loss_fn)} are {dtype}, with only "
                 f"{_DIGITS.get(dtype, 'few')} significant digits. Compute the loss in float32: "
                 "logits = logits.astype(jnp.float32)."
             )
-        if self.is_constant and not self._has_warned_of_constant:
-            self._has_warned_of_constant = True
+        if self.is_constant and is_first(self._warned, "constant"):
             warn_user(
                 f"The losses of {name_of(self.loss_fn)} do not depend on the parameters that are "
                 "trained, so their gradients are 0. Compute the losses with the `model` that it "
                 "receives, without jax.lax.stop_gradient, argmax or comparisons."
             )
-        is_examined, self._is_examined = self._is_examined, True
-        if not is_examined and isinstance(self.loss_fn, NamedLoss) and self.loss_fn.takes_logits:
+        takes_logits = isinstance(self.loss_fn, NamedLoss) and self.loss_fn.takes_logits
+        if takes_logits and is_first(self._warned, "logits"):
             message = self.loss_fn.warning_about(traced())
             if message is not None:
                 warn_user(message)

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.extend.core import ClosedJaxpr
 
 from mirror._src.base.errors import counted
-from mirror._src.base.naming import name_of, warn_user
+from mirror._src.base.naming import is_first, name_of, warn_user
 from mirror._src.base.tracebacks import on_behalf_of, users_function, users_functions
 from mirror._src.base.types import PyTree
 from mirror._src.data.padded import PaddedBatch
@@ -307,8 +307,7 @@ class RowCheck:
             self._warn("mode", message_of(*named, " and ".join(evidence)))
 
     def _warn(self, kind: str, message: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
+        if is_first(self._warned, kind):
             warn_user(message)
 
     def _message(
