@@ -77,17 +77,17 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(1099, 14, 14),
-    "devices": Size(2151, 16, 26),
+    "base": Size(1103, 14, 14),
+    "devices": Size(2149, 16, 26),
     "cluster": Size(1175, 7, 20),
     "jaxprs": Size(3343, 16, 30),
     "passes": Size(2689, 16, 34),
-    "engine": Size(5544, 31, 73),
+    "engine": Size(5540, 31, 73),
     "inspection": Size(2113, 9, 23),
-    "data": Size(1392, 10, 25),
+    "data": Size(1393, 10, 25),
     "keras": Size(499, 5, 5),
     "strategy": Size(1032, 6, 8),
-    "training": Size(5775, 32, 64),
+    "training": Size(5772, 32, 64),
     "ps": Size(3569, 20, 67),
     "tools": Size(2981, 24, 30),
 }
