@@ -1,6 +1,7 @@
 """Mistakes of users: each raises its message and leaves the models unchanged."""
 # ruff: noqa: E501 (a mistake and its message are one row)
 
+import collections
 import functools
 import gc
 import threading
@@ -44,6 +45,13 @@ def reads_a_global(x):
 
 def through_a_helper(x):
     return reads_a_global(x)
+
+
+class Checked(collections.namedtuple("Checked", ["rows"])):
+    """Has a type of leaves that a pytree cannot be rebuilt with, as `PackedSequence` of torch."""
+
+    def __new__(cls, rows):
+        return super().__new__(cls, rows.reshape(-1))
 
 
 class Holder:
@@ -102,12 +110,14 @@ CALLS = {
     "a deleted batch": (lambda s: list(s.distribute_dataset([deleted()])), ValueError, {"names": "batch", "fix": "donate_argnums"}),
     "a string array": (lambda s: s.run(lambda x: x, (np.array("a"),)), TypeError, {"names": "x", "values": "<U1[]"}),
     "an object array": (lambda s: s.run(lambda x: x, (), {"y": np.array([None])}), TypeError, {"names": "y", "values": "object[1]"}),
+    "a container of its own leaves": (lambda s: s.run(lambda x: x, (Checked(np.ones(1)),)), TypeError, {"values": "AttributeError", "fix": "a tuple or dict"}),
     "an unhashable static": (lambda s: s.run(lambda x, y: x, (1.0, {2})), TypeError, {"names": "y", "values": ["{2}", "set"]}),
     "returns text": (lambda s: s.run(lambda: {"a": "text"}), TypeError, {"names": ["<lambda>", "result['a']"], "values": ["'text'", "str"]}),
     "returns a set": (lambda s: s.run(lambda: {"a": {1}}), TypeError, {"names": ["<lambda>", "result['a']"], "values": ["{1}", "set"], "fix": "a list"}),
     "returns an array of text": (lambda s: s.run(lambda: {"a": np.array(["b"])}), TypeError, {"names": ["<lambda>", "result['a']"], "values": "<U1[1]", "fix": "numbers"}),
     "returns a date": (lambda s: s.run(lambda: np.datetime64("2020-01-01")), TypeError, {"names": ["<lambda>", "result"], "values": "datetime64[D][]", "fix": "numbers"}),
     "returns a long double": (lambda s: s.run(lambda: {"a": np.ones(1, np.longdouble)}), TypeError, {"names": ["<lambda>", "result['a']"], "values": "float128[1]", "fix": "x.astype('float32')"}),
+    "a variable of long doubles": (lambda s: mirror.Variable(np.ones(1, np.longdouble)), TypeError, {"names": "variable", "values": "float128[1]", "fix": "x.astype('float32')"}),
     "a batch of long doubles": (lambda s: list(s.distribute_dataset([{"x": np.ones((2, 1), np.longdouble)}])), TypeError, {"names": "batch['x']", "values": "float128[2,1]", "fix": "x.astype('float32')"}),
     "an argument of long doubles": (lambda s: s.run(lambda x: x, (np.ones(1, np.longdouble),)), TypeError, {"names": "x", "values": "float128[1]", "fix": "x.astype('float32')"}),
     "an object as a batch": (lambda s: list(s.distribute_dataset([types.SimpleNamespace(x=1)])), TypeError, {"names": "batch", "values": "SimpleNamespace", "fix": "{'x': x, 'y': y}"}),

@@ -157,6 +157,7 @@ LOSSES: dict[str, tuple[Any, ...]] = {
     "integers": (lambda x: x.astype(int), TypeError, {"names": "loss_fn", "values": "int32"}),
     "booleans": (lambda x: x > 0, TypeError, {"names": "loss_fn", "values": "bool"}),
     "complex numbers": (lambda x: x * 1j, TypeError, {"names": ["loss", "loss_fn"], "values": "complex64", "fix": "x.real"}),
+    "a metric of strings": (lambda x: (x, {"c": np.array(["a"] * len(x))}), TypeError, {"names": ["'c'", "loss_fn"], "values": "<U1"}),
     "a complex metric": (lambda x: (x, {"c": x * 1j}), TypeError, {"names": ["'c'", "loss_fn"], "values": "complex64", "fix": "abs(x)"}),
     "a metric of keys": (lambda x: (x, {"keys": jax.random.split(jax.random.key(0), 2)}), TypeError, {"names": ["'keys'", "loss_fn"], "values": "key<fry>"}),
     "not a dict": (lambda x: (x, x), TypeError, {"names": "loss_fn", "values": "float32[2]", "fix": "dict"}),

@@ -105,7 +105,7 @@ def _from_torch(name: str, tensor: Any) -> np.ndarray:
     except (TypeError, RuntimeError) as error:
         raise TypeError(
             f"{shown} ({tensor.dtype}, {tensor.layout}), which NumPy cannot convert to an array: "
-            f"{error}. Pass dense tensors of numbers."
+            f"{str(error).rstrip('.')}. Pass dense tensors of numbers."
         ) from error
 
 

@@ -107,15 +107,20 @@ class Layout:
     """
 
     def __init__(self, treedef: Any, leaf_kinds: Sequence[type]) -> None:
-        arguments = treedef.unflatten(range(len(leaf_kinds)))
+        try:
+            arguments = treedef.unflatten(range(len(leaf_kinds)))
+        except Exception as error:
+            raise TypeError(
+                "The arguments of a step must be containers that can be rebuilt with other leaves, "
+                f"as JAX does, got one that raises {error!r}. Pass its arrays in a tuple or dict."
+            ) from error
         self.treedef: Any
         marked, self.treedef = jax.tree.flatten(arguments, is_leaf=is_per_replica)
         stacked: set[Any] = {leaf.stacked for leaf in marked if isinstance(leaf, PerReplica)}
         self.dynamic = [i for i, k in enumerate(leaf_kinds) if k is jax.Array]
         self.static = [i for i, k in enumerate(leaf_kinds) if k is not jax.Array]
         self.per_replica = [self.dynamic.index(i) for i in sorted(stacked) if i in self.dynamic]
-        differs = set(self.per_replica)
-        self.mirrored = [i for i in range(len(self.dynamic)) if i not in differs]
+        self.mirrored = sorted({*range(len(self.dynamic))} - {*self.per_replica})
         self.nested = any(map(is_object, jax.tree.leaves(arguments, is_leaf=is_object)))
         self.all_dynamic = not self.static
         self.rows = [self.dynamic[i] for i in self.per_replica]
@@ -146,11 +151,8 @@ class Layout:
             statics: The static leaves.
             objects: The nnx objects, by placeholder number.
         """
-        leaves: list[Any] = [None] * (len(self.dynamic) + len(self.static))
-        for i, leaf in zip(self.dynamic, dynamic, strict=True):
-            leaves[i] = leaf
-        for i, leaf in zip(self.static, statics, strict=True):
-            leaves[i] = leaf
+        places = zip([*self.dynamic, *self.static], [*dynamic, *statics], strict=True)
+        leaves = [leaf for _, leaf in sorted(places, key=operator.itemgetter(0))]
         return jax.tree.map(
             lambda node: objects[node.number] if isinstance(node, ObjectPlaceholder) else node,
             self.treedef.unflatten(leaves),

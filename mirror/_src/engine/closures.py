@@ -308,21 +308,17 @@ def _differs(old: Any, new: Any, ids: Set[int]) -> bool:
         return isinstance(new, Variable) and id(old) in ids and id(new) not in ids
     if new is old or not _is_float(new) or isinstance(new, jax.core.Tracer):
         return False
-    if new.shape != old.shape or new.dtype != old.dtype:
-        return True
     try:
-        return np.asarray(new).tobytes() != np.asarray(old).tobytes()
+        return new.dtype != old.dtype or not np.array_equal(new, old, equal_nan=True)
     except Exception:  # deleted, or on the devices of other processes
         return False
 
 
 def _identity(value: Any) -> object:
     """Returns what is equal for a float array and its constant in a program; None for others."""
-    if isinstance(value, Variable):
-        return id(value)
-    if not _is_float(value):
+    if not isinstance(value, Variable) and not _is_float(value):
         return None
-    if isinstance(value, jax.Array):
+    if not isinstance(value, np.ndarray):
         return id(value)
     return value.ctypes.data, value.shape, value.strides  # of which the constant is a view
 
@@ -341,13 +337,7 @@ def _message(fn: Callable[..., Any], array: Any, inner: str | None, path: str) -
     if inner is not None:  # strategy.run does not pass its arguments
         fix = "Make it a mirror.Variable, and assign to it."
     else:
-        own = path.rpartition(".")[2].partition("[")[0]
-        arguments = ", ".join([own, *parameter_names(fn)])
-        comma = "," if arguments == own else ""
-        fix = (
-            f"Pass it as an argument: def {name}({arguments}), and strategy.run({name}, "
-            f"({arguments}{comma}))."
-        )
+        fix = _as_argument(fn, name, path.rpartition(".")[2].partition("[")[0])
     return (
         f"{name} still uses the first {path!r}, {describe(array)}, and ignores its new value: an "
         "array that a step reads from outside its arguments is a constant of the compiled step. "
@@ -528,10 +518,15 @@ def _capture_message(fn: Callable[..., Any], what: str, inner: str | None = None
     head = what.rpartition(" ")[2].strip("'") if what.endswith("'") else "model"
     own = head.rpartition(".")[2]
     own = own if own.isidentifier() else "model"
-    arguments = ", ".join([own, *parameter_names(fn)])
-    definition = f"def {name}({arguments}), and " if name.isidentifier() else ""
     return (
         f"{name} captures {what}, so its current values would become constants of the compiled "
-        f"step. Pass it as an argument: {definition}strategy.run({name}, "
-        f"({arguments}{',' if arguments == own else ''}))."
+        f"step. {_as_argument(fn, name, own)}"
     )
+
+
+def _as_argument(fn: Callable[..., Any], name: str, own: str) -> str:
+    """Returns the sentence that turns a captured value into an argument of the step."""
+    arguments = ", ".join([own, *parameter_names(fn)])
+    definition = f"def {name}({arguments}), and " if name.isidentifier() else ""
+    comma = "," if arguments == own else ""
+    return f"Pass it as an argument: {definition}strategy.run({name}, ({arguments}{comma}))."

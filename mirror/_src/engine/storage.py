@@ -10,7 +10,7 @@ from flax import nnx
 
 from mirror._src.base.errors import ReplicaDivergenceError, describe
 from mirror._src.base.foreign_arrays import to_array
-from mirror._src.base.types import ARRAY_LIKE, Array, is_numeric
+from mirror._src.base.types import ARRAY_LIKE, Array, is_numeric, long_fix
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import UnstackedArrays, host_copy, place_like, require_fits
 from mirror._src.engine.all_reduce import AllReduce
@@ -143,7 +143,8 @@ def as_array(name: str, value: Any, dtype: Any = None) -> Array:
         return jnp.asarray(value, dtype)
     array = to_array(name, value)
     if not is_numeric(array.dtype):
-        raise TypeError(f"{name} must be an array or a number, got {describe(value)}.")
+        fix = long_fix(array, "Pass numbers.")
+        raise TypeError(f"{name} must be an array or a number, got {describe(value)}. {fix}")
     if dtype is None:
         require_fits(name, array)
     # JAX rejects Python integers that do not fit `dtype`, and wraps the ones of NumPy.

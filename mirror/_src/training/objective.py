@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr
 
 from mirror._src.base.errors import describe, expected, require_callable, require_int
 from mirror._src.base.naming import is_first, name_of, warn_user
-from mirror._src.base.types import Array, PyTree, accumulator, is_half, widened
+from mirror._src.base.types import Array, PyTree, accumulator, is_half, is_numeric, widened
 from mirror._src.engine.examples import masking
 from mirror._src.training.losses import Metrics, name_in_table
 from mirror._src.training.metric import Metric, Weighted
@@ -96,7 +96,6 @@ _RETURN_SUMS = (
 )
 _REDUCE_AXES = "Reduce the other axes: x.mean(axis=-1), or x[:, 0]."
 _ONE_LABEL = "For labels of tokens, weight the losses in a function (model, batch)."
-_REAL = (jnp.floating, jnp.integer, jnp.bool_)
 _DIGITS = {"bfloat16": "2 to 3", "float16": "3 to 4"}
 _SUM_AXES = "Sum over the other axes: x.sum(axis=-1)."
 
@@ -367,13 +366,13 @@ def _per_example(
     is_array = hasattr(value, "shape") or isinstance(value, int | float)
     shape = np.shape(value) if is_array else None
     if shape == (size,):
-        array = jnp.asarray(value)
-        if not any(jnp.issubdtype(array.dtype, kind) for kind in _REAL):
+        array = value if isinstance(value, jax.Array) else np.asarray(value)
+        if not is_numeric(array.dtype) or jnp.iscomplexobj(array):
             raise TypeError(
                 f"{what} must have real numbers, got {array.dtype}. For complex numbers, return "
                 "abs(x) or x.real."
             )
-        return array
+        return jnp.asarray(array)
     received = f"an array of shape {shape}" if is_array else describe(value)
     if shape and shape[0] == size:
         fix = reduce
