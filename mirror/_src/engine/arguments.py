@@ -162,9 +162,8 @@ class Layout:
 
 def is_number(leaf_type: type) -> bool:
     """Whether this is a type of Python numbers other than `bool`."""
-    return issubclass(leaf_type, int | float | complex) and not issubclass(
-        leaf_type, bool | np.generic
-    )
+    numbers = issubclass(leaf_type, int | float | complex)
+    return numbers and not issubclass(leaf_type, bool | np.generic)
 
 
 def ref_message(name: str) -> str:
