@@ -186,7 +186,7 @@ def move(array: Array | np.ndarray, device: jax.Device) -> Array:
 def host_view(array: Array) -> Array | np.ndarray:
     """Returns an array on one host device as one of NumPy, without a copy, and others unchanged.
 
-    Its owner may refill memory that it shares by DLPack, as that of an array of NumPy.
+    Its owner may refill memory that it shares by DLPack, as the memory of an array of NumPy.
     """
     if isinstance(array, jax.core.Tracer) or array.is_deleted():
         return array
