@@ -99,6 +99,7 @@ class _LocalPass(Pass):
         if batch is None:
             return self.exchange.end(state)
         is_first = self.is_first and batch.number == 0
+        # The hash of integers is the same in all processes.
         check = hash(tuple(map(checksum, batch.leaves))) if is_first else 0
         step = self.exchange.agree(batch.size, self._form(batch, plan), check, state)
         if is_first and step.is_same:

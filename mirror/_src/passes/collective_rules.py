@@ -95,9 +95,8 @@ def _find_complex_sum(eqn: JaxprEqn) -> Rule | None:
 
 def _find_empty(eqn: JaxprEqn) -> Rule | None:
     """Returns the rule for a gather of empty arrays, which XLA rejects."""
-    avals: list[Any] = [var.aval for var in eqn.outvars]
-    empty = [jnp.zeros(aval.shape, aval.dtype) for aval in avals if not aval.size]
-    return (lambda *_: empty) if empty else None
+    aval: Any = eqn.outvars[0].aval
+    return None if aval.size else lambda *_: [jnp.zeros(aval.shape, aval.dtype)]
 
 
 class Formulas:
@@ -236,12 +235,12 @@ class CollectiveRules(Formulas):
             }
         if self._axis is not None:
             extremes: Rules = dict.fromkeys(("pmax", "pmin"), self._find_extreme)
-            reductions: Rules = {"psum": _find_complex_sum, "all_gather": _find_empty, **extremes}
+            rules: Rules = {"psum": _find_complex_sum, "all_gather": _find_empty, **extremes}
             # They become all-reduces, of which every replica keeps its part. The reduce-scatter of
             # gloo returns wrong values for large arrays from time to time (jax#40830; JAX 0.10 to
             # 0.12.0.1).
             scatters: Rules = {"reduce_scatter": self._if_over_replicas(self._reduce_scatter)}
-            return {**reductions, **scatters} if self._over_gloo else reductions
+            return {**rules, **scatters} if self._over_gloo else rules
         return {
             **dict.fromkeys(ALL_REDUCES, self._if_over_replicas(self._reduce)),
             "axis_index": self._if_over_replicas(lambda *_: [self._replica_id()]),

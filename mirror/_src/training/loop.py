@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from mirror._src.base import clock, interrupts
 from mirror._src.base.errors import Closing, closing, require_int
-from mirror._src.base.naming import is_our_module, warn_user
+from mirror._src.base.naming import is_first, is_our_module, warn_user
 from mirror._src.base.public_names import set_module
 from mirror._src.cluster.store import process_index
 from mirror._src.data.padded import PaddedBatch, PaddedDataset
@@ -359,13 +359,14 @@ class FitLoop:
         self._warn_of_nan(step, logs[LOSS])
         while self._batches and self._batches[0][0] <= step:
             self._batches.popleft()
-        if message := stuck(self.trainer.loss_scale, logs, step):
-            message += " Training continues; mirror.callbacks.NaNGuard() would stop it here."
-            self._warn_once("skips", message)
+        message = stuck(self.trainer.loss_scale, logs, step)
+        if message and is_first(self._warned, "skips"):
+            then = "Training continues; mirror.callbacks.NaNGuard() would stop it here."
+            warn_user(f"{message} {then}")
 
     def _warn_of_nan(self, step: int, loss: float) -> None:
         kind = "empty" if LOSS in self.empty else "NaN"
-        if math.isfinite(loss) or kind in self._warned:
+        if math.isfinite(loss) or not is_first(self._warned, kind):
             return
         if kind == "empty":
             message = (
@@ -382,12 +383,7 @@ class FitLoop:
                 "causes: a learning rate that is too high, log(0) or division by zero, or labels "
                 f"out of range{labels or _LABELS}."
             )
-        self._warn_once(kind, message)
-
-    def _warn_once(self, kind: str, message: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warn_user(message)
+        warn_user(message)
 
     def _end_epoch(self, validation: dict[str, float]) -> None:
         """Adds the epoch to the history, and calls `on_epoch_end` of the callbacks.
