@@ -77,7 +77,8 @@ class ForgetfulWorker:
         self.run = self
         self.calls = []
 
-    def remote(self, method, header, references, data):
+    def remote(self, call):
+        method, _, references, data = call
         self.calls.append((method, sorted(references)))
         reply = Future()
         reply.set_result(plain(Result(data)) if references else NotExportedError())

@@ -16,6 +16,7 @@ from mirror._src.ps.handles import PerWorkerDataset, PerWorkerIterator, RemoteVa
 from mirror._src.ps.step_data import (
     ArgumentOfStep,
     num_rows,
+    on_host,
     require_no_remote_values,
     without_places,
 )
@@ -114,7 +115,7 @@ class ClusterCoordinator:
             )
         tree = _with_places((args, kwargs), model, optimizer)
         num_rows(fn, *without_places(tree))  # checks them
-        return self._served.schedule_step(fn, model, optimizer, [tree])
+        return self._served.schedule_step(fn, model, optimizer, [on_host(tree)])
 
     @api_boundary
     def join(self, timeout: float | None = None) -> None:

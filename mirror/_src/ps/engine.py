@@ -23,18 +23,19 @@ from mirror._src.ps.messages import (
     typed,
 )
 from mirror._src.ps.ray_cluster import Demand, import_ray
-from mirror._src.ps.step_data import pickled
+from mirror._src.ps.step_data import ArgumentOfStep, pickled
 from mirror._src.ps.variables import NamedVariables
 
 _MAX_EXPORTS = 256
+_MOST_COPIED_BYTES = 16 << 10
 
 
 class Pickled(NamedTuple):
     """A pickled object, whose arrays Ray can pass without a copy.
 
     Attributes:
-        data: The pickle without the contents of arrays.
-        buffers: Copies of the contents of the arrays.
+        data: The pickle without the contents of large arrays.
+        buffers: Copies of these contents.
     """
 
     data: bytes
@@ -46,9 +47,30 @@ def dumps(value: Any) -> Pickled:
 
     Arrays are copied: the user may change them before a worker receives or repeats a function.
     """
-    buffers: list[pickle.PickleBuffer] = []
-    data = import_ray().cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    return Pickled(data, [np.array(buffer.raw(), np.uint8) for buffer in buffers])
+    buffers: list[np.ndarray] = []
+
+    def is_small(buffer: pickle.PickleBuffer) -> bool:
+        contents = buffer.raw()
+        if contents.nbytes <= _MOST_COPIED_BYTES:
+            return True
+        buffers.append(np.array(contents, np.uint8))
+        return False
+
+    # cloudpickle takes five times as long. References of Ray, and what users register, need it.
+    dumps = pickle.dumps if _is_data(value) else import_ray().cloudpickle.dumps
+    return Pickled(dumps(value, protocol=5, buffer_callback=is_small), buffers)
+
+
+def _is_data(node: Any) -> bool:
+    """Whether a tree has NumPy arrays and plain values alone, in containers of Python."""
+    kind = type(node)
+    if kind is np.ndarray:
+        return not node.dtype.hasobject
+    if kind is dict:
+        return all(map(_is_data, (*node, *node.values())))
+    if kind in (tuple, list, ArgumentOfStep):
+        return all(map(_is_data, node))
+    return kind in (bool, int, float, str, type(None)) or isinstance(node, np.generic)
 
 
 def loads(value: Pickled) -> Any:
@@ -76,13 +98,13 @@ class ServerActor:
         self._store.load(self._definition[1], snapshot, incarnation, held)
         return incarnation
 
-    def pull(self, *arguments: Any) -> Any:
+    def pull(self, arguments: tuple[Any, ...]) -> Any:
         """Returns the values."""
         return plain(self._store.pull(*arguments))
 
-    def push(self, push: Any) -> Any:
+    def push(self, arguments: tuple[Any, ...]) -> Any:
         """Takes the gradients of a part."""
-        return self._store.push(typed(push))
+        return self._store.push(*map(typed, arguments))
 
     def commit(self, *arguments: Any) -> Any:
         """Applies the gradients of a step."""
@@ -136,27 +158,18 @@ class WorkerActor:
         )
         return strategy.num_replicas_in_sync
 
-    def run(
-        self,
-        method: str,
-        header: bytes,
-        references: dict[int, Any],
-        data: bytes,
-        buffers: list[np.ndarray],
-    ) -> Any:
+    def run(self, call: tuple[str, bytes, dict[int, Any], bytes, list[np.ndarray]]) -> Any:
         """Runs a scheduled function, or a part of a training step.
 
         Args:
-            method: The method of `Worker`.
-            header: Assignment and work; see `request`.
-            references: As `request` returned them.
-            data: The `Pickled` arguments of the user's function.
-            buffers: Their arrays.
+            call: The method of `Worker`, both results of `request`, and the `Pickled` arguments of
+                the user's function.
         """
+        method, header, references, *pickled = call
         if self._worker is None:
             raise LostError(self._index, "it has been restarted")
         run = getattr(self._worker, method)
-        return plain(run(*received(header, references), Pickled(data, buffers)))
+        return plain(run(*received(header, references), Pickled(*pickled)))
 
 
 class RayVariables:
@@ -209,7 +222,10 @@ class RayServers:
     ) -> Callable[[], list[Any]]:
         """See `Servers`."""
         calls = zip(self._actors, arguments, strict=True)
-        references = [getattr(actor, method).remote(*map(plain, each)) for actor, each in calls]
+        # One argument: Ray pickles each on its own.
+        references = [
+            getattr(actor, method).remote(tuple(map(plain, each))) for actor, each in calls
+        ]
         return lambda: [self._get(server, each) for server, each in enumerate(references)]
 
     def _get(self, server: int, reference: Any) -> Any:
@@ -303,7 +319,7 @@ class RayEngine:
             header, references = request(assignment, work, self._known[worker])
             self._known[worker].update(references)
             call = self._workers[worker].run.remote
-            reply = await _reply(worker, call(method, header, references, *data))
+            reply = await _reply(worker, call((method, header, references, *data)))
             if not isinstance(reply, NotExportedError):
                 return typed(reply)
             self._known[worker].clear()  # it has had many others since

@@ -47,7 +47,7 @@ from mirror._src.ps.objects import (
 from mirror._src.ps.placement import PartitionerLike, Placement
 from mirror._src.ps.separable import place_separably
 from mirror._src.ps.sparse import KeptRows, SparseTables, split_ids
-from mirror._src.ps.step_data import ArgumentOfStep, as_users, on_host, pickled
+from mirror._src.ps.step_data import ArgumentOfStep, as_users, pickled
 from mirror._src.training.checkpoints.files import KeyData
 from mirror._src.training.objective import Sums
 from mirror._src.training.runners import RemoteStrategy, Training, divisor_of, host_batch
@@ -125,7 +125,7 @@ class ServedTraining:
             join: Returns the result, given the results of the parts. Defaults to the only one.
         """
         what = f"the arguments of {name_of(fn)}"
-        data = [pickled(self.engine.dumps, on_host(part), what) for part in parts]
+        data = [pickled(self.engine.dumps, part, what) for part in parts]
         function = self.engine.export(fn)
         weight = None if weight_of is None else self.engine.export(weight_of)
         work = StepWork(function, *self._prepare(model, optimizer), weight)
@@ -384,17 +384,18 @@ class ServedSteps:
         self._runs, self.has_lost_values = True, False
 
         @functools.cache
-        def sums() -> Any:
+        def numbers() -> list[Any]:
             try:
-                return value.fetch()
+                leaves, self._treedef = jax.tree.flatten(value.fetch())
             except CancelledError:
                 self._served.join()  # raises the error because of which it was canceled
                 raise
+            return leaves
 
         if self._treedef is None:
-            self._treedef = jax.tree.structure(sums())
-        numbers = [_Number(sums, i) for i in range(self._treedef.num_leaves)]
-        return self._treedef.unflatten(numbers)
+            numbers()
+        every = range(self._treedef.num_leaves)
+        return self._treedef.unflatten([_Number(numbers, i) for i in every])
 
     def synchronize(self) -> None:
         """See `StepRunner.synchronize`."""
@@ -472,8 +473,8 @@ def _rows(tree: PyTree, start: int, stop: int) -> PyTree:
 class _Number:
     """One number of the sums of a step, which is fetched when NumPy needs it."""
 
-    def __init__(self, sums: Callable[[], Any], index: int) -> None:
-        self._sums, self._index = sums, index
+    def __init__(self, numbers: Callable[[], list[Any]], index: int) -> None:
+        self._numbers, self._index = numbers, index
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(jax.tree.leaves(self._sums())[self._index], dtype)
+        return np.asarray(self._numbers()[self._index], dtype)

@@ -283,8 +283,8 @@ def local_strategy(strategy: Strategy | RemoteStrategy) -> Strategy:
 def host_batch(padded: PaddedBatch) -> tuple[PyTree, np.ndarray]:
     """Returns the rows of a batch of one replica and its mask, as NumPy arrays."""
 
-    def rows(leaf: Any) -> np.ndarray:
-        return np.asarray(leaf)[0]
+    def rows(leaf: PerReplica) -> np.ndarray:
+        return np.asarray(leaf.stacked)[0]
 
     batch, mask = jax.tree.map(rows, (padded.batch, padded.mask), is_leaf=is_per_replica)
     return batch, mask
