@@ -1,12 +1,14 @@
 """Messages travel as plain tuples, and what a worker knows is not sent again."""
 
 import asyncio
+import enum
 from concurrent.futures import Future
 
+import jax
 import numpy as np
 import pytest
 
-from mirror._src.ps.engine import RayEngine
+from mirror._src.ps.engine import RayEngine, dumps, loads
 from mirror._src.ps.messages import (
     Assignment,
     Committed,
@@ -68,6 +70,35 @@ def test_references_are_sent_once(subtests):
             )
             assert [export.key for export in exports] == sorted(references)
             assert all(export.reference is None for export in exports)
+
+
+@pytest.mark.dev("ray")
+def test_arguments_arrive_as_they_were_scheduled(monkeypatch, subtests):
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # which Ray sets when it is imported
+
+    class Color(enum.IntEnum):  # pickled by value
+        RED = 1
+
+    class Samples(np.ndarray):
+        pass
+
+    large, small = np.zeros(100_000), np.zeros(3)
+    given = [
+        {"x": large, "y": small},
+        [(small, Color.RED), {Color.RED: 2}, None, np.float32(0)],
+        (small.view(Samples), np.array([Color.RED], object)),
+        {"f": lambda x: x + 1, "x": large},
+    ]
+    sent = [dumps(each) for each in given]
+    large[:], small[:] = 7, 7  # a loader fills them again
+    arrived = list(map(loads, sent))
+    for each, before in zip(arrived, given, strict=True):
+        with subtests.test(before=before):
+            assert jax.tree.structure(each) == jax.tree.structure(before)
+            arrays = [x for x in jax.tree.leaves(each) if isinstance(x, np.ndarray)]
+            assert not any(x.any() for x in arrays if x.dtype.kind == "f")
+    assert arrived[1][0][1] == Color.RED
+    assert arrived[3]["f"](1) == 2
 
 
 class ForgetfulWorker:
