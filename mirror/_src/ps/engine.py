@@ -165,11 +165,11 @@ class WorkerActor:
             call: The method of `Worker`, both results of `request`, and the `Pickled` arguments of
                 the user's function.
         """
-        method, header, references, *pickled = call
+        method, header, references, data, buffers = call
         if self._worker is None:
             raise LostError(self._index, "it has been restarted")
         run = getattr(self._worker, method)
-        return plain(run(*received(header, references), Pickled(*pickled)))
+        return plain(run(*received(header, references), Pickled(data, buffers)))
 
 
 class RayVariables:
