@@ -88,7 +88,7 @@ BUDGETS = {
     "keras": Size(499, 5, 5),
     "strategy": Size(1032, 6, 8),
     "training": Size(5768, 32, 64),
-    "ps": Size(3569, 20, 67),
+    "ps": Size(3582, 20, 67),
     "tools": Size(2981, 24, 30),
 }
 
