@@ -377,12 +377,20 @@ def test_torch_sampler_receives_the_epoch(two):
     assert orders[0] == orders[2] != orders[1]
 
 
-@pytest.mark.dev("torch")
-@pytest.mark.parametrize("count", [1, 4])
-def test_sampler_of_one_process_per_device_is_a_warning(two, count):
-    """Each of four processes of DDP reads a quarter, so one process alone would too."""
+def sampled(count):
     sampler = torch.utils.data.DistributedSampler(range(8), num_replicas=count, rank=0)
-    loader = torch.utils.data.DataLoader(range(8), 2, sampler=sampler)
+    return torch.utils.data.DataLoader(range(8), 2, sampler=sampler)
+
+
+def sharded(count):
+    return mirror.data.from_arrays(X, 8, shard=(0, count))
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("part", [pytest.param(sampled, marks=pytest.mark.dev("torch")), sharded])
+def test_part_for_one_process_per_device_is_a_warning(two, part, count):
+    """Each of four processes of DDP reads a quarter, so one process alone would too."""
+    loader = part(count)
     with (
         pytest.warns(UserWarning, match="one of 4 parts") if count > 1 else contextlib.nullcontext()
     ):

@@ -217,13 +217,17 @@ class _Padding:
 
 
 def warn_of_part(loader: Any) -> None:
-    """Warns of a loader with a `DistributedSampler` for other processes, such as one per GPU."""
-    count = getattr(getattr(loader, "sampler", None), "num_replicas", 1)
+    """Warns of a loader that reads one of several parts, if no other process reads the others."""
+    if isinstance(loader, ArrayDataset):
+        what, fix, count = f"shard={loader.shard}", "`shard`", (loader.shard or (0, 1))[1]
+    else:
+        what = f"The sampler of {type(loader).__name__}"
+        fix = "the sampler: DataLoader(dataset, batch_size, shuffle=True)"
+        count = getattr(getattr(loader, "sampler", None), "num_replicas", 1)
     if isinstance(count, int) and count not in (1, store.process_count()):
         warn_user(
-            f"The sampler of {type(loader).__name__} selects one of {count} parts of the dataset, "
-            "and this process reads no other: mirror splits each batch over the devices itself. "
-            "Omit the sampler: DataLoader(dataset, batch_size, shuffle=True)."
+            f"{what} selects one of {count} parts of the dataset, and this process reads no other: "
+            f"mirror splits each batch over the devices itself. Omit {fix}."
         )
 
 
