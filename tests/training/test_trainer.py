@@ -732,6 +732,27 @@ def test_fit_evaluates_validation_data_after_each_epoch(on_two):
     assert_equal(found, state_of(trainer))
 
 
+EMPTY = {name: value[:0] for name, value in DATA.items()}
+VALIDATIONS: dict[str, tuple[Any, ...]] = {
+    "another key": ([{"z": DATA["x"]}], KeyError, {"names": "x"}),
+    "another shape": ([{**DATA, "x": DATA["y"][:, None]}], TypeError, {"values": ["(1,)", "(3,)"]}),
+    "text": ([{**DATA, "x": DATA["x"].astype(str)}], TypeError, {"names": "batch['x']"}),
+    "arrays": (mirror.data.from_arrays((DATA["x"], DATA["y"]), 4), TypeError, {"names": "tuple"}),
+    "no batch": ([], ValueError, {"names": "validation_data"}),
+}
+
+
+def test_wrong_validation_data_are_an_error_at_the_first_step(compiled, subtests):
+    """They raised their error after a whole epoch."""
+    for name, (data, error, wanted) in VALIDATIONS.items():
+        trainer = untrained(*compiled)
+        stops = Once("on_step", 1, fail)
+        with subtests.test(msg=name), raises(error, **wanted):
+            fit(trainer, batches(), validation_data=data, callbacks=stops)
+    history = fit(untrained(*compiled), batches(), validation_data=[EMPTY, *batches(9)])
+    assert history["val_number"] == [4.0]
+
+
 # Interrupted and resumed
 
 

@@ -18,7 +18,7 @@ from mirror._src.cluster.store import process_index
 from mirror._src.data.padded import PaddedBatch, PaddedDataset
 from mirror._src.training.agreed_stop import AgreedStop, Cause, Request
 from mirror._src.training.history import History
-from mirror._src.training.inputs import NO_DATA, Stream
+from mirror._src.training.inputs import NO_DATA, Stream, Validation
 from mirror._src.training.mistakes import bytes_of, labels_in, wrong_numbers
 from mirror._src.training.objective import LOSS, Sums
 from mirror._src.training.precision import stuck
@@ -66,7 +66,7 @@ class FitLoop:
         data: PaddedDataset,
         steps_per_epoch: int | None,
         callbacks: Sequence[Any],
-        validate: Callable[[int], dict[str, float]] | None,
+        validation: Validation,
     ) -> None:
         if steps_per_epoch is not None:
             require_int("steps_per_epoch", steps_per_epoch)
@@ -76,7 +76,7 @@ class FitLoop:
         self.epochs = epochs
         self.position = position
         self.steps_per_epoch = steps_per_epoch or data.num_batches
-        self.has_validation = validate is not None
+        self.has_validation = validation.data is not None
         self.metrics: tuple[str, ...] = ()
         self.request: Request | None = None
         self.empty: frozenset[str] = frozenset()
@@ -84,7 +84,7 @@ class FitLoop:
         self.last_batch: PaddedBatch | None = None
         self.is_complete = False
         self._runner: StepRunner = trainer._runner
-        self._validate = validate
+        self._validation = validation
         self._limit = steps_per_epoch
         self._stream = Stream(data)
         ordered = sorted(callbacks, key=lambda c: (c.runs_last, not c.adds))
@@ -179,8 +179,7 @@ class FitLoop:
                 self.collect()
                 if not is_cut_short:
                     self._runner.synchronize()  # for callbacks that read the model
-                    num_trained = position.epoch_step
-                    self._end_epoch({} if self._validate is None else self._validate(num_trained))
+                    self._end_epoch(self.trainer._validate(self._validation, position.epoch_step))
             self._runner.synchronize()
             self._must_stop()
             self.is_complete = True  # also if the callbacks fail to end
@@ -330,6 +329,8 @@ class FitLoop:
             self._require_other_names()
             for monitor in self._monitors:
                 monitor.require_metric(self)
+            if self.has_validation:
+                self.trainer._require_evaluable(self._validation.data)
         if self._keeps_batches is None:  # to find NaN in them; large ones would need memory
             self._keeps_batches = bytes_of(batch) <= _MOST_KEPT_BYTES
         if self._keeps_batches:

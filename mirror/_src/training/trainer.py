@@ -40,6 +40,7 @@ from mirror._src.training.checkpoints.store import CheckpointStore
 from mirror._src.training.export import export
 from mirror._src.training.history import History
 from mirror._src.training.inputs import (
+    NO_DATA,
     Validation,
     batches_of,
     first_batch,
@@ -481,14 +482,29 @@ class Trainer(Generic[M]):
             padded,
             steps_per_epoch,
             callbacks,
-            None if held_out is None else functools.partial(self._validate, validation),
+            validation,
         )
         self._last_size = padded.last_size if steps_per_epoch is None else None
         with self._watched(), self._running(loop):
             loop.run(self._train)
         return loop.history
 
+    def _require_evaluable(self, data: Any) -> None:
+        """Raises the errors of the first batch of validation data now, not after an epoch."""
+        source = data.source if isinstance(data, DistributedDataset) else data
+        if self._local._spans_processes or not isinstance(source, ArrayDataset | list | tuple):
+            return  # reading another first batch may take long, or change the next pass
+        first = source.peek() if isinstance(source, ArrayDataset) else source[:1]
+        if not first:
+            raise ValueError(NO_DATA.format("validation_data"))
+        padded = self._local.distribute_dataset(first, remainder="pad", prefetch=0).padded()
+        for batch in padded:
+            arguments = (self._objects["model"], batch.batch, batch.mask)
+            self._local._runner.traced(self._training.evaluate_step, arguments, {})
+
     def _validate(self, validation: Validation, num_trained: int) -> dict[str, float]:
+        if validation.data is None:
+            return {}
         options = {"name": "validation_data", "most": validation.num_batches}
         batches = self._whole_pass(validation.data, **options)
         return self._evaluate(self._objects["model"], validation.observed(num_trained, batches))
