@@ -4,6 +4,7 @@ from mirror._src.base.errors import InvalidDeviceError as InvalidDeviceError
 from mirror._src.base.errors import ProgramMismatchError as ProgramMismatchError
 from mirror._src.base.errors import ReplicaDivergenceError as ReplicaDivergenceError
 from mirror._src.base.errors import VerifyError as VerifyError
+from mirror._src.base.tracebacks import make_public as _make_public
 from mirror._src.base.types import REPLICA_AXIS as REPLICA_AXIS
 from mirror._src.data.distribute import DistributedDataset as DistributedDataset
 from mirror._src.data.distribute import InputContext as InputContext
@@ -45,3 +46,5 @@ from mirror._src.training.metric import Metric as Metric
 from mirror._src.training.metric import Weighted as Weighted
 from mirror._src.training.precision import LossScale as LossScale
 from mirror._src.training.trainer import Trainer as Trainer
+
+_make_public("mirror._public")

@@ -4,7 +4,7 @@ Pass them as `trainer.fit(data, callbacks=[mirror.callbacks.Checkpoint("ckpt")])
 own, subclass `Callback` and override the hooks you need.
 """
 
-from mirror._src.base.unknown_names import explain_unknown_names as _explain_unknown_names
+from mirror._src.base.tracebacks import make_public as _make_public
 from mirror._src.training.callbacks.callback import Callback as Callback
 from mirror._src.training.callbacks.checkpoints import Checkpoint as Checkpoint
 from mirror._src.training.callbacks.ema import EMA as EMA
@@ -20,4 +20,4 @@ from mirror._src.training.callbacks.stopping import NaNGuard as NaNGuard
 from mirror._src.training.callbacks.trackers import Tracker as Tracker
 from mirror._src.training.loop import FitLoop as FitLoop
 
-_explain_unknown_names("mirror.callbacks")
+_make_public("mirror.callbacks")

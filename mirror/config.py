@@ -18,7 +18,7 @@ fewer. `XLA_PYTHON_CLIENT_PREALLOCATE` and `XLA_CLIENT_MEM_FRACTION` take preced
 warning.
 """
 
-from mirror._src.base.unknown_names import explain_unknown_names as _explain_unknown_names
+from mirror._src.base.tracebacks import make_public as _make_public
 from mirror._src.devices.backend import list_logical_devices as list_logical_devices
 from mirror._src.devices.jax_options import LogicalDeviceConfiguration as LogicalDeviceConfiguration
 from mirror._src.devices.memory import get_memory_info as get_memory_info
@@ -43,4 +43,4 @@ from mirror._src.devices.settings import set_num_cpu_threads as set_num_cpu_thre
 from mirror._src.devices.settings import set_soft_device_placement as set_soft_device_placement
 from mirror._src.devices.settings import set_visible_devices as set_visible_devices
 
-_explain_unknown_names("mirror.config")
+_make_public("mirror.config")

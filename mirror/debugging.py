@@ -11,13 +11,13 @@ For example:
 """
 
 from mirror._src.base.terminal import Table as Table
-from mirror._src.base.unknown_names import explain_unknown_names as _explain_unknown_names
+from mirror._src.base.tracebacks import make_public as _make_public
 from mirror._src.devices.op_log import set_log_device_placement as set_log_device_placement
 from mirror._src.inspection.placement_table import visualize_placement as visualize_placement
 from mirror._src.inspection.watch import Watch as Watch
 from mirror._src.inspection.watch import watch as watch
 
-_explain_unknown_names("mirror.debugging")
+_make_public("mirror.debugging")
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,6 @@
 """Jobs of several processes: how they find each other, and which of them this one is."""
 
-from mirror._src.base.unknown_names import explain_unknown_names as _explain_unknown_names
+from mirror._src.base.tracebacks import make_public as _make_public
 from mirror._src.cluster.consensus import barrier as barrier
 from mirror._src.cluster.resolvers import ClusterResolver as ClusterResolver
 from mirror._src.cluster.resolvers import ClusterSpec as ClusterSpec
@@ -13,4 +13,4 @@ from mirror._src.cluster.store import process_count as process_count
 from mirror._src.cluster.store import process_index as process_index
 from mirror._src.ps.server import Server as Server
 
-_explain_unknown_names("mirror.distributed")
+_make_public("mirror.distributed")

@@ -3,7 +3,7 @@
 Requires the extra `ray`. Imported when a program first uses it.
 """
 
-from mirror._src.base.unknown_names import explain_unknown_names as _explain_unknown_names
+from mirror._src.base.tracebacks import make_public as _make_public
 from mirror._src.ps.coordinator import ClusterCoordinator as ClusterCoordinator
 from mirror._src.ps.handles import CancelledError as CancelledError
 from mirror._src.ps.handles import ParameterServerLostError as ParameterServerLostError
@@ -15,4 +15,4 @@ from mirror._src.ps.placement import MinSizePartitioner as MinSizePartitioner
 from mirror._src.ps.sparse import ServerTable as ServerTable
 from mirror._src.ps.strategy import ParameterServerStrategy as ParameterServerStrategy
 
-_explain_unknown_names("mirror.ps")
+_make_public("mirror.ps")

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import linecache
 import os
 import sys
@@ -16,7 +17,7 @@ import jax
 import optax
 
 from mirror._src.base.naming import code_of
-from mirror._src.base.unknown_names import mismatch_message
+from mirror._src.base.unknown_names import explain_unknown_names, mismatch_message
 
 F = TypeVar("F", bound=Callable[..., Any])
 _USERS = "_mirror_users_function"
@@ -151,6 +152,25 @@ def api_boundary(fn: Callable[P, R]) -> Callable[P, R]:
             raise  # keeps __traceback__ as it is, and adds no frame
 
     return inside
+
+
+_public: set[Callable[..., Any]] = set()
+
+
+def make_public(name: str) -> None:
+    """Decorates the functions and constructors of a module as `api_boundary`.
+
+    The module also explains the names that it does not have.
+    """
+    explain_unknown_names(name)
+    module = sys.modules[name]
+    for key, value in list(vars(module).items()):
+        fn = vars(value).get("__init__") if inspect.isclass(value) else value
+        if key.startswith("_") or not inspect.isfunction(fn) or fn in _public:
+            continue
+        _public.add(boundary := api_boundary(fn))
+        for owner in [value] if fn is not value else [module, sys.modules[fn.__module__]]:
+            setattr(owner, fn.__name__, boundary)  # also where `pickle` looks for it
 
 
 def _user_frames(traceback: TracebackType | None) -> TracebackType | None:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, final
 
 from mirror._src.base.errors import require_secs
-from mirror._src.base.tracebacks import api_boundary
 from mirror._src.cluster import store
 from mirror._src.cluster.failures import LEFT, first_failure
 
@@ -236,7 +235,6 @@ def chief_writes(name: str, secs: float) -> Iterator[None]:
 _barriers = Topic("barrier")
 
 
-@api_boundary
 def barrier(name: str, timeout_secs: float = 300.0) -> None:
     """Waits until every process has called `barrier` as often, with the same name.
 

@@ -15,7 +15,6 @@ import jax
 from mirror._src.base.errors import expected, first_line, require_secs
 from mirror._src.base.naming import warn_user
 from mirror._src.base.optional import version_of
-from mirror._src.base.tracebacks import api_boundary
 from mirror._src.cluster import store
 from mirror._src.cluster.consensus import gather
 from mirror._src.cluster.failures import Failures
@@ -77,7 +76,6 @@ def has_joined_others() -> bool:
     return _job.has_tried and store.process_count() > 1
 
 
-@api_boundary
 def initialize(
     cluster_resolver: ClusterResolver | None = None,
     *,

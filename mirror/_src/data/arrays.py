@@ -11,7 +11,6 @@ import numpy as np
 
 from mirror._src.base.errors import describe, expected, require_int
 from mirror._src.base.public_names import set_module
-from mirror._src.base.tracebacks import api_boundary
 from mirror._src.base.types import A, K, PyTree
 from mirror._src.data.batches import HostBatch, host_batch, require_integers_fit
 
@@ -165,7 +164,6 @@ def from_arrays(
 ) -> ArrayDataset[Any]: ...
 
 
-@api_boundary
 def from_arrays(
     arrays: PyTree,
     batch_size: int,

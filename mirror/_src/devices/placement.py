@@ -15,7 +15,7 @@ from jax.extend.core import set_current_trace
 from jax.sharding import SingleDeviceSharding
 
 from mirror._src.base.errors import InvalidDeviceError, describe
-from mirror._src.base.tracebacks import api_boundary, line_of_user
+from mirror._src.base.tracebacks import line_of_user
 from mirror._src.base.types import Array, ArrayLike
 from mirror._src.devices import settings
 from mirror._src.devices.backend import default_devices, devices_of_type, logical_name
@@ -28,7 +28,6 @@ from mirror._src.devices.transfer import host_copy, move, require_fits
 _logger = logging.getLogger("mirror")
 
 
-@api_boundary
 def device(name: DeviceLike | None) -> "Placement":
     """Context manager that runs eager ops and jitted functions on one device.
 

@@ -18,7 +18,6 @@ from mirror._src.base.errors import expected, require_int, require_secs
 from mirror._src.base.interrupts import arriving
 from mirror._src.base.optional import describe_missing
 from mirror._src.base.public_names import set_module
-from mirror._src.base.tracebacks import api_boundary
 from mirror._src.cluster.resolvers import ClusterResolver, ClusterSpec, ClusterTask, Jobs
 from mirror._src.ps import tethered
 
@@ -190,7 +189,6 @@ class Server:
     ValueError: The job 'ps' has no task 1. It has the tasks [0].
     """
 
-    @api_boundary
     def __init__(
         self,
         cluster: ClusterSpec | Jobs | ClusterResolver,

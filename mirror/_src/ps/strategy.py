@@ -78,7 +78,6 @@ class ParameterServerStrategy(RemoteStrategy):
     ...     coordinator = mirror.ps.ClusterCoordinator(strategy)
     """
 
-    @api_boundary
     def __init__(
         self,
         cluster: ClusterSpec | Jobs | ClusterResolver | None = None,

@@ -4,7 +4,6 @@ from typing import TypeVar
 
 import jax
 
-from mirror._src.base.tracebacks import api_boundary
 from mirror._src.engine.per_replica import is_per_replica
 from mirror._src.engine.reduce_op import Reduction
 from mirror._src.engine.replica_context import ReplicaContext, current_frame
@@ -13,7 +12,6 @@ from mirror._src.strategy.mirrored import get_replica_context
 T = TypeVar("T")
 
 
-@api_boundary
 def all_reduce(op: Reduction, tree: T) -> T:
     """All-reduces every leaf in a step; all replicas receive the result, which is mirrored.
 
@@ -47,7 +45,6 @@ def all_reduce(op: Reduction, tree: T) -> T:
     return _context("all_reduce", tree, 'strategy.reduce("sum", x)').all_reduce(op, tree)
 
 
-@api_boundary
 def all_gather(tree: T, axis: int = 0) -> T:
     """Concatenates the replicas' leaves along `axis` in a step; all replicas receive the result.
 

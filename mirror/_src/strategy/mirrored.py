@@ -104,7 +104,6 @@ class MirroredStrategy(Strategy):
     8
     """
 
-    @api_boundary
     def __init__(
         self,
         devices: Sequence[DeviceLike] | int | None = None,
@@ -203,7 +202,6 @@ class OneDeviceStrategy(Strategy):
     (CpuDevice(id=1),)
     """
 
-    @api_boundary
     def __init__(self, device: DeviceLike, *, axis_name: str = REPLICA_AXIS) -> None:
         require_axis_name(axis_name)
         replicas = ReplicaDevices((canonicalize_device(device),), axis_name=axis_name)
@@ -397,7 +395,6 @@ class MultiWorkerMirroredStrategy(Strategy):
     (True, 1)
     """
 
-    @api_boundary
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,

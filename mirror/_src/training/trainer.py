@@ -207,7 +207,6 @@ class Trainer(Generic[M]):
     (5, 1)
     """
 
-    @api_boundary
     @explains_arguments
     def __init__(
         self,

@@ -7,7 +7,6 @@ from mirror._src.base.errors import closing, require_int, require_secs
 from mirror._src.base.interrupts import TERMINATED, Termination, say
 from mirror._src.base.naming import warn_user
 from mirror._src.base.public_names import set_module
-from mirror._src.base.tracebacks import api_boundary
 from mirror._src.training.callbacks.callback import Callback, Monitor
 from mirror._src.training.callbacks.stopping import Mode, require_mode
 from mirror._src.training.checkpoints.directory import format_list
@@ -66,7 +65,6 @@ class Checkpoint(Callback):
 
     runs_last: ClassVar[bool] = True
 
-    @api_boundary
     def __init__(
         self,
         directory: str | Path,

@@ -16,7 +16,6 @@ from mirror._src.base.errors import expected, require_int
 from mirror._src.base.naming import require_parameters
 from mirror._src.base.optional import require
 from mirror._src.base.public_names import set_module
-from mirror._src.base.tracebacks import api_boundary
 from mirror._src.training.callbacks.callback import Callback
 from mirror._src.training.loop import FitLoop
 from mirror._src.training.objective import LOSS
@@ -55,7 +54,6 @@ class CSVLogger(Callback):
 
     runs_on_chief_only: ClassVar[bool] = True
 
-    @api_boundary
     def __init__(self, file: str | Path, *, append: bool = False) -> None:
         self._copy = LocalCopy("file", file)
         self._append = append
@@ -191,7 +189,6 @@ class TensorBoard(Callback):
 
     runs_on_chief_only: ClassVar[bool] = True
 
-    @api_boundary
     def __init__(
         self, directory: str | Path, *, every_steps: int = 0, program: bool = False
     ) -> None:
@@ -256,7 +253,6 @@ class LearningRate(Callback):
 
     adds: ClassVar[tuple[str, ...]] = ("learning_rate",)
 
-    @api_boundary
     def __init__(self, schedule: Callable[[int], Any] | None = None) -> None:
         self._schedule = schedule
 
@@ -304,7 +300,6 @@ class Profiler(Callback):
 
     runs_on_chief_only: ClassVar[bool] = True
 
-    @api_boundary
     def __init__(self, directory: str | Path, steps: tuple[int, int] = (5, 10)) -> None:
         first, last = steps
         if not 0 <= first < last:

@@ -5,7 +5,6 @@ from typing import Any, Literal, TypeAlias, final
 
 from mirror._src.base.errors import counted, expected, require_int
 from mirror._src.base.public_names import set_module
-from mirror._src.base.tracebacks import api_boundary
 from mirror._src.training.callbacks.callback import Callback, Monitor
 from mirror._src.training.loop import FitLoop
 from mirror._src.training.precision import stuck
@@ -39,7 +38,6 @@ class EarlyStopping(Callback):
     3
     """
 
-    @api_boundary
     def __init__(
         self,
         monitor: str = "val_loss",
