@@ -87,9 +87,9 @@ BUDGETS = {
     "inspection": Size(2113, 9, 23),
     "data": Size(1396, 10, 25),
     "keras": Size(499, 5, 5),
-    "strategy": Size(1032, 6, 8),
-    "training": Size(5768, 32, 64),
-    "ps": Size(3582, 20, 67),
+    "strategy": Size(1027, 6, 8),
+    "training": Size(5775, 32, 64),
+    "ps": Size(3580, 20, 67),
     "tools": Size(2981, 24, 30),
 }
 
