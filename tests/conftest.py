@@ -11,9 +11,9 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib import metadata
 from typing import Any
 
+from tests.support import fast
 from tests.support.packages import require_environment
 from tests.support.sockets import shorten_paths
 from tests.support.strict import HALF_WRITTEN
@@ -40,12 +40,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 shorten_paths()
 
-# Compiling is most of the work here, and XLA compiles for a CPU in half the time without fusion
-# emitters. Only jaxlib 0.10 has this flag; newer versions abort when they read it.
-_FASTER = "--xla_cpu_use_fusion_emitters=false"
-_FLAGS = os.environ.get("XLA_FLAGS", "").replace(_FASTER, "").strip()  # workers inherit it
-if metadata.version("jaxlib").startswith("0.10.") and not IS_MEMBER:
-    os.environ["XLA_FLAGS"] = f"{_FLAGS} {_FASTER}".strip()
+# Compiling is most of the work here.
+_FLAGS = os.environ.get("XLA_FLAGS", "").replace(fast.FLAGS, "").strip()  # workers inherit it
+if fast.FLAGS and not IS_MEMBER:
+    os.environ["XLA_FLAGS"] = f"{_FLAGS} {fast.FLAGS}".strip()
 
 # Keras reads it when it is imported.
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -69,8 +67,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 jax.config.update("jax_platforms", "cpu")  # GPUs are for the processes of tests/laws/test_gpu.py
-# Fewer LLVM optimizations make it faster, too. Child processes (the demo, the soak test, the
-# benchmarks) compile with all of them and with fusion emitters, as users do.
+# Fewer LLVM optimizations make it faster, too. Jobs of several processes compile like this; other
+# child processes (the demo, the soak test, the benchmarks) compile as users do.
 jax.config.update("jax_disable_most_optimizations", True)
 
 import mirror  # noqa: E402

@@ -80,7 +80,11 @@ def test_in_several_processes(layouts):
     (wanted,) = set(bits([8, 1], ["nnx-MLP"])["nnx-MLP"])
     for count, devices in layouts:
         ended = processes.run_program(
-            "several_bits", processes=count, devices=devices, after_failure=15
+            "several_bits",
+            processes=count,
+            devices=devices,
+            environment={"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": ""},
+            after_failure=15,
         )
         for output in processes.outputs_of(ended):
             assert re.findall(r"^bits: (\w+)$", output, re.MULTILINE) == [wanted]

@@ -32,8 +32,8 @@ EXECUTORS = {
 # Seeds of random operations.
 SEEDS = [
     range(3),
-    pytest.param(range(3, 60), marks=pytest.mark.slow),
-    pytest.param(range(60, 1000), marks=pytest.mark.nightly),
+    pytest.param(range(3, 34), marks=pytest.mark.slow),
+    pytest.param(range(34, 1000), marks=pytest.mark.nightly),
 ]
 
 

@@ -4,13 +4,16 @@ import pytest
 
 import mirror
 from tests.ps.trained import SMALL
-from tests.support import inside
+from tests.support import fast, inside
 
 
 @pytest.fixture(scope="package")
 def ray_cluster():
     """The cluster of Ray on this machine, which all strategies of this folder share."""
-    connection = inside.connection_to_ray()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in fast.ENVIRONMENT.items():  # the processes of Ray inherit it
+            patch.setenv(name, value)
+        connection = inside.connection_to_ray()
     yield
     connection.close()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mirror.distributed import Server, SimpleClusterResolver, TFConfigClusterResolver
-from tests.support import inside
+from tests.support import fast, inside
 from tests.support.messages import raises
 from tests.support.processes import free_ports
 from tests.support.waiting import wait_until
@@ -270,7 +270,7 @@ def test_tasks_of_tf_config_train_together():
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "tests.ps.program_cluster"],
-                    env={**os.environ, "TF_CONFIG": json.dumps(config)},
+                    env={**os.environ, **fast.ENVIRONMENT, "TF_CONFIG": json.dumps(config)},
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     text=True,

@@ -8,7 +8,7 @@ from flax import nnx
 import mirror
 from tests.ps.digits import arrays
 from tests.ps.local_tables import TABLE, Cluster, batches, create
-from tests.support import fresh, inside
+from tests.support import fast, fresh, inside
 from tests.support.messages import raises
 from tests.support.tables import rows
 
@@ -182,4 +182,5 @@ if __name__ == "__main__":
 def test_table_larger_than_the_main_program_trains_and_survives_a_lost_server(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    fresh.run(f"import runpy; runpy.run_path({str(program)!r}, run_name='__main__')")
+    code = f"import runpy; runpy.run_path({str(program)!r}, run_name='__main__')"
+    fresh.run(code, environment=fast.ENVIRONMENT)
