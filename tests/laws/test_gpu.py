@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.programs import checks, one_device
-from tests.support import fresh, packages
+from tests.support import fast, fresh, packages
 from tests.support.messages import assert_message
 
 needs_gpu = pytest.mark.gpu
@@ -297,7 +297,7 @@ def kind(request) -> str:
 
 
 def platforms(kind: str) -> dict[str, str]:
-    return {"JAX_PLATFORMS": "cpu"} if kind == "CPU" else {}
+    return {"JAX_PLATFORMS": "cpu", **fast.ENVIRONMENT} if kind == "CPU" else {}
 
 
 @pytest.fixture(scope="module")

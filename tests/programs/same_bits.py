@@ -154,9 +154,9 @@ TABLES = {
 }
 
 
-def main(counts, names, steps=3):
+def main(programs, steps=3):
     """Prints a line for each program and number of devices."""
-    for name in names:
+    for name, counts in programs.items():
         run = TABLES.get(name, TABLES.get(name.partition(" ")[0], real))
         for count in counts:
             strategy_of = lambda replicas, **kwargs: mirror.MirroredStrategy(  # noqa: E731

@@ -7,13 +7,24 @@ from tests.ps.trained import SMALL
 from tests.support import fast, inside
 
 
+def _connection():
+    """Connects to a new cluster; again if the machine is so busy that Ray gives it 30 s in vain."""
+    for _ in range(4):
+        try:
+            return inside.connection_to_ray()
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+    return inside.connection_to_ray()
+
+
 @pytest.fixture(scope="package")
 def ray_cluster():
     """The cluster of Ray on this machine, which all strategies of this folder share."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in fast.ENVIRONMENT.items():  # the processes of Ray inherit it
             patch.setenv(name, value)
-        connection = inside.connection_to_ray()
+        connection = _connection()
     yield
     connection.close()
 
