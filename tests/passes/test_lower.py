@@ -19,7 +19,7 @@ from tests.support import inside
 from tests.support.keras_models import WARNINGS, keras
 from tests.support.messages import raises
 from tests.support.strategies import ONE, PAIRS, cpu_strategy, executors
-from tests.support.tables import rows
+from tests.support.tables import mostly_slow, rows
 
 RULES = lower._BY_PLATFORM["CPU"]
 EXECUTORS = {
@@ -327,10 +327,12 @@ def test_rules_reach_into_calls_loops_and_branches(fn):
     assert not replaced(lowered(fn, RULES), *ARGS)
 
 
-@pytest.mark.slow
-@rows("fn", CASES)
-def test_values_within_calls_loops_and_branches(fn):
-    require_close(fn, *ARGS)
+@pytest.mark.parametrize("names", mostly_slow(CASES, nightly=list(CASES)[1::2]))
+def test_values_within_calls_loops_and_branches(names, subtests):
+    """Every second row in CI has each call with one or two derivatives, and each derivative."""
+    for name in names:
+        with subtests.test(msg=name):
+            require_close(CASES[name], *ARGS)
 
 
 def convolution(x, w, **options):
