@@ -122,6 +122,23 @@ def test_several_callback_errors_are_raised_as_one_with_a_note(strategy):
         assert_message(error.value.__notes__[0], values=4)
 
 
+@rows("strategy", STRATEGIES)
+def test_wrong_result_of_a_callback_of_one_replica_is_an_error(strategy, subtests):
+    """JAX raises it into XLA, where the other replicas wait for this one."""
+    wrong = {"shape": np.zeros(2), "dtype": True, "number of results": (0.0, 0.0)}
+    now = np.float32(1)
+
+    def step(x):
+        answer = lambda v: now if v == 0 else v  # noqa: E731
+        return lax.psum(jax.pure_callback(answer, OF_FLOAT, x), AXIS)
+
+    strategy.run(step, (numbers(strategy, 0),))
+    for name, now in wrong.items():  # noqa: B007
+        with subtests.test(name), pytest.raises(ValueError, match="callback") as error:
+            strategy.run(step, (numbers(strategy, 0),))
+        assert_message(error.value, names=["test_callbacks.py"], values=["float32[]"])
+
+
 METHODS = {
     "run": lambda s, x: s.run(lambda x: x * 2, (x,)),
     "reduce": lambda s, x: s.reduce("sum", x),

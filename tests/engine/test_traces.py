@@ -180,6 +180,16 @@ def test_ordered_callbacks_stay_in_order():
     assert [name for name, _ in seen] == ["total", "own"]
 
 
+def test_order_of_callbacks_on_several_devices_is_refused_in_words(two):
+    def step(x):
+        return jax.lax.scan(
+            lambda c, _: (jax.debug.print("{}", c, ordered=True), c)[::-1], x, None, 2
+        )
+
+    with pytest.raises(ValueError, match=r"test_traces\.py.* have 2\. Remove ordered=True"):
+        two.run(step, (np.float32(1),))
+
+
 def test_linear_solve_without_collectives_is_staged():
     strategy = EXECUTORS["staged"]()
 

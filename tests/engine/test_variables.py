@@ -1,5 +1,6 @@
 """`mirror.Variable`, compared with `tf.Variable` under MirroredStrategy."""
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -374,6 +375,14 @@ def test_assign_rejects_another_shape_or_dtype(two, name):
             with raises(kind, names="'v'", **wanted):
                 two.run(lambda write=write: write(value)[...])
         assert v == 1
+
+
+def test_assign_in_an_nnx_transformation_that_receives_the_variable(two):
+    for make in (contextlib.nullcontext, two.scope):
+        with make():
+            model = nnx.Dict(count=variable(1.0))
+        nnx.jit(lambda model: model.count.assign_add(2.0) is None)(model)
+        assert model.count[...] == 3
 
 
 def test_assign_converts_numbers():

@@ -1,5 +1,6 @@
 """Sums of integers are exact, or an error that names the value."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,6 +42,8 @@ def test_reduce_rejects_sums_that_do_not_fit(make):
         wraps = {"n": mirror.PerReplica([np.array([1, value], dtype)] * 2)}
         with raises(OverflowError, names="value['n']", values=dtype, fix="x.astype('float32')"):
             strategy.reduce("sum", wraps)
+        floats = jax.tree.map(lambda x: x.astype("float32"), wraps)  # as the message advises
+        assert float(strategy.reduce("sum", floats)["n"][1]) == 2.0 * value
         with raises(OverflowError, names="value['n']", values=dtype):
             strategy.reduce("sum", fits, axis=0)
 

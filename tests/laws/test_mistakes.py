@@ -552,6 +552,14 @@ def size_from_an_argument():
     run(step, 3)
 
 
+@mistake(ValueError, names="step", values="float32[]", fix="functools.partial(step, n=3)")
+def number_that_is_static_in_jit():
+    def step(x, n):
+        return x * n
+
+    run(jax.jit(step, static_argnames="n"), 1.0, 3.0)
+
+
 @mistake(
     jax.errors.NonConcreteBooleanIndexError,
     names=["step", "x[x > 0]"],

@@ -201,7 +201,9 @@ def place_like(array: Array | np.ndarray, like: Array | np.ndarray) -> Array:
     Every process copies a value that it has to its own devices: `jax.device_put` would compare the
     values of all processes by a collective, outside the launch guard (JAX 0.10.2, 0.12.0.1).
     """
-    if isinstance(like, jax.Array) and is_remote(like):
+    if isinstance(like, jax.core.Tracer) or not isinstance(like, jax.Array):
+        return jnp.asarray(array)
+    if is_remote(like):
         if isinstance(array, jax.Array) and is_remote(array):
             if array.sharding.is_equivalent_to(like.sharding, array.ndim):
                 return array
@@ -210,9 +212,7 @@ def place_like(array: Array | np.ndarray, like: Array | np.ndarray) -> Array:
         with NoMesh():
             shards = [move(array[index], device) for device, index in places.items()]
         return jax.make_array_from_single_device_arrays(array.shape, like.sharding, shards)
-    if isinstance(like, jax.Array):
-        return jax.device_put(array, like.sharding)
-    return jnp.asarray(array)
+    return jax.device_put(array, like.sharding)
 
 
 def any_deleted(arrays: Sequence[Array]) -> bool:

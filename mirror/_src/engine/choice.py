@@ -12,11 +12,7 @@ from mirror._src.base.naming import warn_user
 from mirror._src.base.types import Shard
 from mirror._src.devices import backend
 from mirror._src.devices.described import memory_of
-from mirror._src.devices.device_checks import (
-    all_reduce_fault,
-    p2p_settings,
-    unresponsive_devices,
-)
+from mirror._src.devices.device_checks import all_reduce_fault, p2p_settings, unresponsive_devices
 from mirror._src.devices.memory import host_memory
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.all_reduce import AllReduce, ReductionToOneDevice

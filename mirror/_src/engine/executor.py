@@ -38,12 +38,7 @@ from mirror._src.jaxprs.trace import abstract, abstract_row, context_token
 from mirror._src.passes.callbacks import CallbackGuard, is_callback
 from mirror._src.passes.collective_rules import Reduction
 from mirror._src.passes.evaluate import Lowering, Rules
-from mirror._src.passes.on_device import (
-    CALLED_SEQUENTIALLY,
-    OnDevice,
-    Vectorized,
-    vectorized,
-)
+from mirror._src.passes.on_device import CALLED_SEQUENTIALLY, OnDevice, Vectorized, vectorized
 from mirror._src.passes.order import COMPILER_OPTIONS, Turns
 from mirror._src.passes.program import Program, Settings
 from mirror._src.passes.staging import stage_program

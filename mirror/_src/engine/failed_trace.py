@@ -11,6 +11,7 @@ import flax
 import jax
 import numpy as np
 from flax import nnx
+from jax import errors
 
 from mirror._src.base.errors import counted, describe
 from mirror._src.base.naming import code_of, name_of, parameter_names, signature_of
@@ -43,7 +44,7 @@ _MASK = "Use jnp.where(mask, x, 0), or a reduction with a mask: x.mean(where=mas
 _PRINT = 'Print with jax.debug.print("{{x:.3f}}", x=x), or return it and print the result.'
 
 
-class _Conversion(NamedTuple):
+class _Use(NamedTuple):
     """An operation that needs the numbers of a traced array, and what to do instead."""
 
     kind: type[Exception]
@@ -54,28 +55,16 @@ class _Conversion(NamedTuple):
 
 # The first one that matches counts: some of JAX's classes derive from others.
 _CONVERSIONS = (
-    _Conversion(TypeError, "__format__", "formats a traced array as text", _PRINT),
-    _Conversion(
-        jax.errors.TracerBoolConversionError, "", "takes a branch on a traced array", _SELECT
+    _Use(TypeError, "__format__", "formats a traced array as text", _PRINT),
+    _Use(errors.TracerBoolConversionError, "", "takes a branch on a traced array", _SELECT),
+    _Use(errors.NonConcreteBooleanIndexError, "", "selects elements by a traced mask", _MASK),
+    _Use(errors.TracerArrayConversionError, "", "passes a traced array to NumPy", _USE_JNP),
+    _Use(errors.TracerIntegerConversionError, "", "uses a traced array as an int", _STATIC_SIZE),
+    _Use(
+        ValueError, "Non-hashable static", "makes a traced array static in a jax.jit", _STATIC_SIZE
     ),
-    _Conversion(
-        jax.errors.NonConcreteBooleanIndexError, "", "selects elements by a traced mask", _MASK
-    ),
-    _Conversion(
-        jax.errors.TracerArrayConversionError, "", "passes a traced array to NumPy", _USE_JNP
-    ),
-    _Conversion(
-        jax.errors.TracerIntegerConversionError, "", "uses a traced array as an int", _STATIC_SIZE
-    ),
-    _Conversion(
-        TypeError, "Shapes must be 1D sequences", "uses a traced array as a size", _STATIC_SIZE
-    ),
-    _Conversion(
-        jax.errors.ConcretizationTypeError,
-        "",
-        "converts a traced array to a Python number",
-        _RETURN_IT,
-    ),
+    _Use(TypeError, "Shapes must be 1D sequences", "uses a traced array as a size", _STATIC_SIZE),
+    _Use(errors.ConcretizationTypeError, "", "converts a traced array to a number", _RETURN_IT),
 )
 
 
@@ -117,7 +106,7 @@ def _explanation(
         return TypeError(message)
     if _is_of_trace_level(error) and (message := captured_message(fn, frames)):
         return ValueError(message)
-    if isinstance(error, jax.errors.UnexpectedTracerError):
+    if isinstance(error, errors.UnexpectedTracerError):
         stale = [v for f in frames for v in f.f_locals.values() if isinstance(v, jax.core.Tracer)]
         if stale:
             error.args = (stale_message(fn, stale[0]),)
@@ -244,7 +233,7 @@ def _joined(items: list[str]) -> str:
     return ", ".join(items[:_MOST_ITEMS] + (["..."] if len(items) > _MOST_ITEMS else []))
 
 
-def _conversion(error: Exception) -> _Conversion | None:
+def _conversion(error: Exception) -> _Use | None:
     text = str(error)
     for each in _CONVERSIONS:
         is_certain = each.kind is not TypeError or "Tracer" in text
@@ -253,7 +242,7 @@ def _conversion(error: Exception) -> _Conversion | None:
     return None
 
 
-def _conversion_message(call: Call, conversion: _Conversion, error: Exception) -> str:
+def _conversion_message(call: Call, conversion: _Use, error: Exception) -> str:
     text, name = str(error), name_of(call.fn)
     found = re.search(r"\b((?:float|int|uint|bool|complex|bfloat)\w*\[[\d,]*\])", text)
     operation = conversion.needed_for

@@ -1,7 +1,7 @@
 """`PerReplica`: a value that may differ between replicas."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
@@ -68,7 +68,7 @@ class PerReplica:
         >>> PerReplica.from_stacked(np.arange(4).reshape(2, 2))
         PerReplica([0, 1], [2, 3])
         """
-        if not getattr(stacked, "ndim", 0):
+        if not tuple(getattr(stacked, "shape", ()))[:1] > (0,):
             raise ValueError(
                 f"`stacked` must have a leading replica axis, got {describe(stacked)}. Pass an "
                 "array (num_replicas, *shape), or use mirror.PerReplica([value, ...]) with one "
@@ -360,14 +360,17 @@ def _unstack(stacked: Array | np.ndarray) -> tuple[Array | np.ndarray, ...]:
 
 
 def _stack(values: Sequence[ArrayLike]) -> Array | np.ndarray | UnstackedArrays:
-    if isinstance(values, jax.Array | np.ndarray | PerReplica | dict | str):
+    is_one = isinstance(values, jax.Array | np.ndarray | PerReplica | dict | str)
+    if is_one or not isinstance(values, Iterable):
         raise TypeError(
             f"PerReplica expects a list with one value per replica, got {describe(values)}. For an "
             "array (num_replicas, *shape), use mirror.PerReplica.from_stacked(array)."
         )
+    values = list(values)
     rows: list[Any] = [to_array(f"Value {i} of a PerReplica", v) for i, v in enumerate(values)]
     for row, value in zip(rows, values, strict=True):
-        if not isinstance(row, jax.Array) and not is_numeric(row.dtype):
+        is_array = isinstance(row, jax.Array) or is_numeric(row.dtype)
+        if isinstance(value, PerReplica) or not is_array:
             fix = long_fix(row, "For a pytree, make each leaf a PerReplica.")
             raise TypeError(
                 f"PerReplica expects one array or number per replica, got {describe(value)}. {fix}"

@@ -25,7 +25,7 @@ from mirror._src.engine.recent_arrays import KnownLeaves, MirroredCopies, Recent
 from mirror._src.engine.replica_function import ReplicaFunction, TracedStep
 from mirror._src.jaxprs.collective_eqns import is_collective, kind_of
 from mirror._src.jaxprs.equations import arrays_in, with_inner
-from mirror._src.passes.callbacks import CallbackGuard, calls_back
+from mirror._src.passes.callbacks import CallbackGuard, calls_back, require_no_order
 from mirror._src.passes.program import Program
 
 _FREE_ATTEMPTS = 4
@@ -59,12 +59,7 @@ class StepProgram:
         captured_arrays: The float arrays and the variables that the step has read from outside.
     """
 
-    def __init__(
-        self,
-        analysis: Analysis,
-        call: Call,
-        executor: Executor,
-    ) -> None:
+    def __init__(self, analysis: Analysis, call: Call, executor: Executor) -> None:
         traced, plan, notes = analysis.traced, analysis.plan, analysis.notes
         assert analysis.finish is not None  # `run` raises the problems of an analysis
         step = traced.function
@@ -72,6 +67,7 @@ class StepProgram:
         self._name = step.name
         self._devices = executor.replicas.devices
         self._reduces_on = executor.reduces_on
+        require_no_order(traced.jaxpr, len(set(self._devices)))
         self._guard = CallbackGuard() if calls_back(traced.jaxpr) else None
         # With host callbacks, nothing is donated: if one fails, the arguments stay as they were.
         self.donated = call.donated() if self._guard is None else []

@@ -17,12 +17,7 @@ from mirror._src.base.unknown_names import unknown_attribute
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
 from mirror._src.engine.in_step import gather, stack
-from mirror._src.engine.reduce_op import (
-    Reduction,
-    prepare,
-    require_axis,
-    require_op,
-)
+from mirror._src.engine.reduce_op import Reduction, prepare, require_axis, require_op
 
 T = TypeVar("T")
 

@@ -62,11 +62,7 @@ class ReplicaFunction:
     """
 
     def __init__(
-        self,
-        group: ReplicaGroup,
-        axis_name: str,
-        call: Call,
-        avals: Sequence[jax.ShapeDtypeStruct],
+        self, group: ReplicaGroup, axis_name: str, call: Call, avals: Sequence[jax.ShapeDtypeStruct]
     ) -> None:
         self._fn: StepFunction | None = call.fn
         self.name = name_of(call.fn)

@@ -278,10 +278,7 @@ class Runner:
         return self._with_variables(fn, attempt)
 
     def examined_without_arrays(
-        self,
-        fn: StepFunction,
-        args: Sequence[Any],
-        donate_argnums: tuple[int, ...] = (),
+        self, fn: StepFunction, args: Sequence[Any], donate_argnums: tuple[int, ...] = ()
     ) -> ExaminedStep:
         """Returns a call and its program for arrays that do not exist, without allocating them.
 
@@ -428,12 +425,7 @@ class Runner:
         return trace_step(self._group, self.replicas.axis_name, call, types, known)
 
     def _analyze(
-        self,
-        call: Call,
-        types: Types,
-        executor: Executor | None = None,
-        *,
-        reports: bool = False,
+        self, call: Call, types: Types, executor: Executor | None = None, *, reports: bool = False
     ) -> Analysis:
         executor = executor or self._executor
         return analyze(

@@ -5,6 +5,7 @@ A variable that is `"on_read"` has one value per replica, which are aggregated w
 
 import contextlib
 import copy
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, cast
 
@@ -53,6 +54,10 @@ from mirror._src.engine.storage import (
 
 _ON_HOST, _ACROSS_PROCESSES = ReductionToOneDevice(), AllReduce()
 _MISSING: Any = object()
+
+
+def _comparison(compare: Callable[[Any, Any], Any]) -> Any:
+    return lambda self, other: compare(self.get_value(), other)
 
 
 @set_module("mirror")
@@ -365,20 +370,11 @@ class Variable(nnx.Variable[Any]):
     def __bool__(self) -> bool:
         return bool(self.get_value())
 
-    def __ne__(self, other: Any) -> Any:
-        return self.get_value() != other
-
-    def __lt__(self, other: Any) -> Any:
-        return self.get_value() < other
-
-    def __le__(self, other: Any) -> Any:
-        return self.get_value() <= other
-
-    def __gt__(self, other: Any) -> Any:
-        return self.get_value() > other
-
-    def __ge__(self, other: Any) -> Any:
-        return self.get_value() >= other
+    __ne__ = _comparison(operator.ne)
+    __lt__ = _comparison(operator.lt)
+    __le__ = _comparison(operator.le)
+    __gt__ = _comparison(operator.gt)
+    __ge__ = _comparison(operator.ge)
 
 
 def _current_replica() -> ReplicaContext | None:

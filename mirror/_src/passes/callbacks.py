@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.dtypes import canonicalize_dtype
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mirror._src.base import clock
+from mirror._src.base.errors import describe
 from mirror._src.jaxprs.equations import equations, user_line
 from mirror._src.jaxprs.primitives import CALLBACK
 from mirror._src.passes.evaluate import Rules, bind_with
@@ -48,13 +50,6 @@ _running: dict[int, RunningCallback] = {}
 _numbers = itertools.count()
 
 
-class _CallbackDepth(threading.local):
-    depth = 0
-
-
-_current = _CallbackDepth()
-
-
 def running_callbacks() -> list[RunningCallback]:
     """Returns the host callbacks that have not returned, oldest first."""
     return list(_running.values())
@@ -62,7 +57,8 @@ def running_callbacks() -> list[RunningCallback]:
 
 def in_callback() -> bool:
     """Whether this thread runs a host callback of a step, whose launch waits for it to return."""
-    return _current.depth > 0
+    me = threading.get_ident()
+    return any(running.thread == me for running in running_callbacks())
 
 
 def calls_back(program: ClosedJaxpr) -> bool:
@@ -73,6 +69,21 @@ def calls_back(program: ClosedJaxpr) -> bool:
 def is_callback(eqn: JaxprEqn) -> bool:
     """Whether an operation calls a function of the user; `jax.debug.print` calls one of JAX."""
     return eqn.primitive.name in CALLBACK and "callback" in eqn.params
+
+
+def require_no_order(program: ClosedJaxpr, num_devices: int) -> None:
+    """Rejects callbacks for debugging that JAX must call in order: it does so on one device only.
+
+    Raises:
+        ValueError: If there is one, and several devices.
+    """
+    for eqn in equations(program.jaxpr) if num_devices > 1 else ():
+        effects = {type(effect).__name__ for effect in eqn.effects}
+        if eqn.primitive.name in CALLBACK and "OrderedDebugEffect" in effects:
+            raise ValueError(
+                f"The step prints or calls back with ordered=True at {user_line(eqn)}, which JAX "
+                f"supports on one device, but the replicas have {num_devices}. Remove ordered=True."
+            )
 
 
 class CallbackGuard:
@@ -89,7 +100,8 @@ class CallbackGuard:
             has_replica: Whether the function gets the index of the replica as first argument.
         """
         callback = eqn.params["callback"]
-        shapes = [(aval.shape, aval.dtype) for aval in eqn.params.get("result_avals", ())]
+        avals = eqn.params.get("result_avals", ())
+        declared = [(aval.shape, aval.dtype) for aval in avals]
 
         def call(*args: Any, **kwargs: Any) -> Any:
             replica = None
@@ -97,14 +109,18 @@ class CallbackGuard:
                 replica, args = int(args[0]), args[1:]
             number, me = next(_numbers), threading.get_ident()
             _running[number] = RunningCallback(eqn, replica, me, clock.now())
-            _current.depth += 1
             try:
-                return callback(*args, **kwargs)
+                arrays = [np.asarray(result) for result in callback(*args, **kwargs)]
+                if [(x.shape, canonicalize_dtype(x.dtype)) for x in arrays] != declared:
+                    raise ValueError(
+                        f"The host callback at {user_line(eqn)} returned {describe(arrays)}, but "
+                        f"it declares {describe(list(avals))}. Return what it declares."
+                    )
+                return arrays
             except BaseException as error:
                 self._errors.append(error)
-                return [np.zeros(shape, dtype) for shape, dtype in shapes]
+                return [np.zeros(shape, dtype) for shape, dtype in declared]
             finally:
-                _current.depth -= 1
                 del _running[number]
 
         return call

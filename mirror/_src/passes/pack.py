@@ -10,14 +10,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from mirror._src.base.types import Array, num_bytes
 from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, axes_of, is_collective, spans_whole_axis
 from mirror._src.jaxprs.equations import called, jaxpr_of, with_inner
-from mirror._src.passes.program import (
-    Opens,
-    Operation,
-    Program,
-    Settings,
-    flatten,
-    with_bodies,
-)
+from mirror._src.passes.program import Opens, Operation, Program, Settings, flatten, with_bodies
 
 _JITTED = ("jit", "closed_call")
 _PRODUCTS = ("dot_general", "conv_general_dilated")

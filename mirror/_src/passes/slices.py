@@ -334,10 +334,7 @@ class Slicing:
             first, second = second, first
         (result,) = operation.outputs
         axis = self.slices[first].layout.axis
-        inputs: list[Atom] = [
-            self.slices[first],
-            self.scatter(second, result, psum, axis),
-        ]
+        inputs: list[Atom] = [self.slices[first], self.scatter(second, result, psum, axis)]
         part = self.slices[result] = self.new_slice(result, axis)  # type: ignore[arg-type]
         self.add("equation", operation, inputs, [part])
 

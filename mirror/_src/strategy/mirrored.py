@@ -25,11 +25,7 @@ from mirror._src.devices.resolve import (
     canonicalize_device,
     canonicalize_replica_devices,
 )
-from mirror._src.devices.settings import (
-    first_devices,
-    raise_num_cpu_threads,
-    warn_about_threads,
-)
+from mirror._src.devices.settings import first_devices, raise_num_cpu_threads, warn_about_threads
 from mirror._src.engine.all_reduce import AllReduce, ReductionToOneDevice
 from mirror._src.engine.choice import default_ops, reduce_device, slice_bytes
 from mirror._src.engine.cross_device_ops import CrossDeviceOps

@@ -59,10 +59,7 @@ def _split(tree: Any) -> tuple[_Parts, list[Any]]:
 
 
 def create(
-    replicas: ReplicaDevices,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    replicas: ReplicaDevices, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Implements `Strategy.init`."""
     given, arrays = _split((tuple(args), dict(kwargs)))
@@ -193,8 +190,8 @@ def require_exact(value: PyTree, sums: PyTree, estimates: Sequence[Array | None]
         if lost.size:
             raise OverflowError(
                 f"The sum of value{keys(path)} is about {lost[0]:.3g}, which does not fit "
-                f"{total.dtype}. Reduce floats, strategy.reduce('sum', x.astype('float32')), or "
-                f"enable 64-bit types: {ENABLE_64_BITS}."
+                f"{total.dtype}. Reduce floats, jax.tree.map(lambda x: x.astype('float32'), "
+                f"value), or enable 64-bit types: {ENABLE_64_BITS}."
             )
 
 

@@ -47,7 +47,7 @@ from mirror._src.engine.cross_device_ops import CrossDeviceOps
 from mirror._src.engine.in_step import stack
 from mirror._src.engine.per_replica import PerReplica, is_per_replica, on_local_replicas
 from mirror._src.engine.reduce_op import ReduceOp, Reduction, require_axis, require_op
-from mirror._src.engine.replica_context import require_cross_replica
+from mirror._src.engine.replica_context import current_frame, require_cross_replica
 from mirror._src.engine.runner import Runner
 from mirror._src.engine.variable import unwrapped
 from mirror._src.inspection import verify as checks
@@ -107,11 +107,7 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def __init__(
-        self,
-        replicas: ReplicaDevices,
-        cross_device_ops: CrossDeviceOps,
-        *,
-        shard: Shard = "none",
+        self, replicas: ReplicaDevices, cross_device_ops: CrossDeviceOps, *, shard: Shard = "none"
     ) -> None:
         if not isinstance(cross_device_ops, CrossDeviceOps):
             fix = "Pass mirror.AllReduce(), or omit it."
@@ -410,6 +406,8 @@ class Strategy(abc.ABC):
         >>> [int(value) for value in strategy.local_results(mirror.PerReplica([1, 2]))]
         [1, 2]
         """
+        if (frame := current_frame()) is not None and frame.replica is not None:
+            require_cross_replica(self, "local_results", "The value is this replica's.")
         treedef: Any
         leaves, treedef = jax.tree.flatten(unwrapped(value), is_leaf=is_per_replica)
         columns = [self._local_values(leaf) for leaf in leaves]
@@ -701,10 +699,7 @@ class Strategy(abc.ABC):
     @final
     @api_boundary
     def inspect(
-        self,
-        fn: StepFunction,
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, fn: StepFunction, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> ProgramReport:
         """Reports which values of a step are proved to be mirrored; traces it without running it.
 
