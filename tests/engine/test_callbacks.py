@@ -254,3 +254,17 @@ def test_threads_run_failing_and_healthy_steps_concurrently():
         thread.join(900)
     assert not any(thread.is_alive() for thread in threads)
     assert not wrong
+
+
+@rows("strategy", STRATEGIES)
+def test_results_of_callbacks_have_the_bits_of_the_step(strategy):
+    """XLA calls in threads that do not know `jax.enable_x64` of the thread that runs the step."""
+    jax.config.update("jax_enable_x64", True)
+    try:
+        with jax.enable_x64(False):
+            step = lambda x: lax.psum(jax.pure_callback(np.float64, OF_FLOAT, x), AXIS)  # noqa: E731
+            total = strategy.run(step, (numbers(strategy, 1),))
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    n = strategy.num_replicas_in_sync
+    assert (total.dtype, float(total)) == (np.float32, n * (n + 1) / 2)

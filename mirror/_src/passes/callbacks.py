@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mirror._src.base import clock
 from mirror._src.base.errors import describe
+from mirror._src.devices.transfer import ENABLE_64_BITS
 from mirror._src.jaxprs.equations import equations, user_line
 from mirror._src.jaxprs.primitives import CALLBACK
 from mirror._src.passes.evaluate import Rules, bind_with
@@ -101,7 +102,7 @@ class CallbackGuard:
         """
         callback = eqn.params["callback"]
         avals = eqn.params.get("result_avals", ())
-        declared = [(aval.shape, aval.dtype) for aval in avals]
+        declared, x64 = [(aval.shape, aval.dtype) for aval in avals], jax.enable_x64.value
 
         def call(*args: Any, **kwargs: Any) -> Any:
             replica = None
@@ -110,11 +111,18 @@ class CallbackGuard:
             number, me = next(_numbers), threading.get_ident()
             _running[number] = RunningCallback(eqn, replica, me, clock.now())
             try:
-                arrays = [np.asarray(result) for result in callback(*args, **kwargs)]
-                if [(x.shape, canonicalize_dtype(x.dtype)) for x in arrays] != declared:
+                arrays = list(map(np.asarray, callback(*args, **kwargs)))
+                with jax.enable_x64(x64):  # XLA calls in a thread that has the global value
+                    arrays = [x.astype(canonicalize_dtype(x.dtype), copy=False) for x in arrays]
+                if [(x.shape, x.dtype) for x in arrays] != declared:
                     raise ValueError(
                         f"The host callback at {user_line(eqn)} returned {describe(arrays)}, but "
                         f"it declares {describe(list(avals))}. Return what it declares."
+                    )
+                if any(canonicalize_dtype(x.dtype) != x.dtype for x in arrays):
+                    raise ValueError(
+                        f"The host callback at {user_line(eqn)} returns {describe(arrays)}, but "
+                        f"64-bit types are enabled in one thread only. Call {ENABLE_64_BITS}."
                     )
                 return arrays
             except BaseException as error:
