@@ -87,7 +87,7 @@ BUDGETS = {
     "inspection": Size(2113, 9, 23),
     "data": Size(1396, 10, 25),
     "keras": Size(499, 5, 5),
-    "strategy": Size(1027, 6, 8),
+    "strategy": Size(1019, 6, 8),
     "training": Size(5775, 32, 64),
     "ps": Size(3580, 20, 67),
     "tools": Size(2981, 24, 30),
