@@ -5,7 +5,7 @@ from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Var
 
 from mirror._src.base.errors import ReplicaDivergenceError
 from mirror._src.base.types import Array
@@ -31,7 +31,7 @@ from mirror._src.engine.variable import Variable
 from mirror._src.jaxprs.marks import Mark
 from mirror._src.jaxprs.origins import lost_updates, summed_noise
 from mirror._src.jaxprs.proof import Notes, prove
-from mirror._src.jaxprs.trace import struct_of, trace
+from mirror._src.jaxprs.trace import program_of, struct_of, trace
 from mirror._src.passes.passes import rewritten
 from mirror._src.passes.program import Program, Settings
 
@@ -158,6 +158,11 @@ def average_and_merge(traced: TracedStep, plan: Plan) -> ClosedJaxpr:
     step = traced.function
     all_reduce = step.group.cross_device_ops.all_reduce
     num_inputs, num_results = len(step.avals), len(step.out_names)
+    if not (plan.averaged or plan.merged):  # the usual case, which needs no trace
+        inputs = list(map(Var, [*traced.jaxpr.in_avals, *traced.avals]))
+        results, after = inputs[num_inputs:][:num_results], inputs[num_inputs + num_results :]
+        outputs = [*(after[i] for i in plan.changed), *results]
+        return ClosedJaxpr(program_of(inputs, outputs), ())
 
     def finish(*values: Any) -> list[Array]:
         results = values[num_inputs : num_inputs + num_results]
@@ -172,11 +177,11 @@ def average_and_merge(traced: TracedStep, plan: Plan) -> ClosedJaxpr:
                 after[i] = states[name]
         return [*(after[i] for i in plan.changed), *results]
 
-    outputs = [struct_of(aval) for aval in traced.avals]
+    types = [struct_of(aval) for aval in traced.avals]
     n, name = step.group.num_replicas_in_sync, step.axis_name
     # 64-bit types keep values that the step made under its own setting.
     with jax.enable_x64(True), replica(step.group, name):
-        return trace(finish, [*step.avals, *outputs], n, name)
+        return trace(finish, [*step.avals, *types], n, name)
 
 
 def _update(metric: Merge, before: Sequence[Any], after: Sequence[Any]) -> Update:

@@ -299,14 +299,14 @@ class MeshExecutor(Executor):
         end = start + len(captured)
         more: list[Any] = [*captured.values()]
         # See `Lowering`. GPUs need no unknown 0.
-        delays = any(op.kind == "gather" and op.inputs[1:] for op in final.everywhere())
-        delays = delays and not self.replicas.on_gpus
+        delays = bool(final.sharded_inputs) and not self.replicas.on_gpus
+        delays &= any(op.kind == "gather" and op.inputs[1:] for op in final.everywhere())
 
         def replica(*leaves: Any) -> Sequence[Any]:
             arrays = dict(zip(captured, leaves[start:end], strict=True))
             zero = leaves[-1] if delays else None
             lowering = Lowering(arrays, rules, self.pack_bytes, self.replicas.axis_name, zero)
-            results = lowering.run(final, leaves[:start])
+            results = lowering.run(lowering.joined(final), leaves[:start])
             _require_proved(results, program.finish, program.outputs, len(self.replicas))
             return results
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from mirror._src.base.tracebacks import is_users, place
-from mirror._src.jaxprs.primitives import CALL, Kind, of_kind
+from mirror._src.jaxprs.primitives import CALL, SIMPLE, Kind, of_kind
 
 _NO_LINE = "an unknown line"
 
@@ -83,6 +83,8 @@ def equations(jaxpr: Jaxpr) -> Sequence[JaxprEqn]:
 
 def with_inner(eqn: JaxprEqn) -> Sequence[JaxprEqn]:
     """Returns an operation, then the operations inside it."""
+    if eqn.primitive.name in SIMPLE:
+        return (eqn,)
     inner = map(equations, map(jaxpr_of, inner_programs(eqn.params.values())))
     return [eqn, *itertools.chain.from_iterable(inner)]
 
@@ -106,13 +108,10 @@ def walk(
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, map(constant, consts), strict=True))
     values.update(zip(jaxpr.invars, arguments, strict=True))
 
-    def read(atoms: Sequence[Any]) -> list[Any]:
-        return [constant(a.val) if isinstance(a, Literal) else values[a] for a in atoms]
-
     for eqn in jaxpr.eqns:
-        outputs = equation(eqn, read(eqn.invars))
-        values.update(zip(eqn.outvars, outputs, strict=True))
-    return read(jaxpr.outvars)
+        operands = [constant(a.val) if isinstance(a, Literal) else values[a] for a in eqn.invars]
+        values.update(zip(eqn.outvars, equation(eqn, operands), strict=True))
+    return [constant(a.val) if isinstance(a, Literal) else values[a] for a in jaxpr.outvars]
 
 
 def called(eqn: JaxprEqn) -> ClosedJaxpr | Jaxpr | None:
@@ -319,22 +318,25 @@ def arrays_in(program: ClosedJaxpr | Jaxpr) -> Iterator[jax.Array]:
     if isinstance(program, ClosedJaxpr):
         yield from (const for const in program.consts if isinstance(const, jax.Array))
     jaxpr = jaxpr_of(program)
+    atoms = [jaxpr.outvars, *[eqn.invars for eqn in jaxpr.eqns]]
+    yield from _literal_arrays(itertools.chain.from_iterable(atoms))
     for eqn in jaxpr.eqns:
-        if Literal in map(type, eqn.invars) or inner_programs(eqn.params.values()):
-            yield from arrays_of(eqn)
-    yield from _literal_arrays(jaxpr.outvars)
+        if eqn.primitive.name not in SIMPLE:
+            yield from _arrays_inside(eqn)
 
 
 def arrays_of(eqn: JaxprEqn) -> Iterator[jax.Array]:
     """Yields the constant arrays among the operands and in the inner programs of an operation."""
-    yield from _literal_arrays(eqn.invars)
-    for inner in inner_programs(eqn.params.values()):
-        yield from arrays_in(inner)
+    return itertools.chain(_literal_arrays(eqn.invars), _arrays_inside(eqn))
 
 
-def _literal_arrays(atoms: Iterable[Any]) -> Iterator[jax.Array]:
-    literals = (atom.val for atom in atoms if isinstance(atom, Literal))
-    return (value for value in literals if isinstance(value, jax.Array))
+def _arrays_inside(eqn: JaxprEqn) -> Iterator[jax.Array]:
+    return itertools.chain.from_iterable(map(arrays_in, inner_programs(eqn.params.values())))
+
+
+def _literal_arrays(atoms: Iterable[Any]) -> list[jax.Array]:
+    literals = [atom.val for atom in atoms if isinstance(atom, Literal)]
+    return [value for value in literals if isinstance(value, jax.Array)]
 
 
 def is_ref(atom: Any) -> bool:

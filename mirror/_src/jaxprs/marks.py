@@ -55,7 +55,7 @@ class Mark(NamedTuple):
 
     def of(self, source: object) -> "Mark":
         """Returns this mark for a copy of the variable `source`, or of no variable."""
-        return self._replace(source=source)
+        return Mark(self.origin, source, *self[2:])
 
 
 MIRRORED = Mark()
@@ -63,15 +63,13 @@ MIRRORED = Mark()
 
 def computed(marks: Sequence[Mark]) -> Mark:
     """Returns the mark of a value computed from values with these marks."""
-    origins = [mark.origin for mark in marks if mark.origin is not None]
-    # In messages, the name of an input helps more than a line.
-    inputs = [origin for origin in origins if isinstance(origin, int)]
-    return Mark(
-        next(iter([*inputs, *origins]), None),
-        None,
-        frozenset[str]().union(*[mark.reduced_by for mark in marks]),
-        frozenset[str]().union(*[mark.assumed for mark in marks]),
-    )
+    origin, reduced_by, assumed = MIRRORED.origin, MIRRORED.reduced_by, MIRRORED.assumed
+    for mark in marks:
+        # In messages, the name of an input helps more than a line.
+        if origin is None or (isinstance(origin, str) and isinstance(mark.origin, int)):
+            origin = mark.origin
+        reduced_by, assumed = reduced_by | mark.reduced_by, assumed | mark.assumed
+    return Mark(origin, None, reduced_by, assumed)
 
 
 def either(marks: Iterable[Mark]) -> Mark:

@@ -7,7 +7,7 @@ all-reduce. Any other noise, as in dropout and augmentation, needs a key per rep
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ from mirror._src.jaxprs.primitives import (
     PICKING,
     SAMPLER,
     SHAPING,
+    SIMPLE,
     op_of,
 )
 
@@ -182,14 +183,16 @@ def lost_updates(program: ClosedJaxpr) -> list[LostUpdate]:
 
 def _may_lose_sums(jaxpr: Jaxpr, are_used: Sequence[bool]) -> bool:
     """Whether a sum may reach neither an output that is used nor an effect."""
-    live = set(_variables(itertools.compress(jaxpr.outvars, are_used)))
+    used_outputs = itertools.compress(jaxpr.outvars, are_used)
+    live = {atom for atom in used_outputs if not isinstance(atom, Literal)}
     for eqn in reversed(jaxpr.eqns):
-        used = [var in live for var in eqn.outvars]
-        if any(used) or eqn.effects:
-            live.update(_variables(eqn.invars))
+        if eqn.effects or not live.isdisjoint(eqn.outvars):
+            live.update([atom for atom in eqn.invars if not isinstance(atom, Literal)])
         elif eqn.primitive.name in ADDITION:
             return True
-        program = called(eqn)
+        if eqn.primitive.name in SIMPLE:
+            continue
+        program, used = called(eqn), [var in live for var in eqn.outvars]
         if program is not None:
             if _may_lose_sums(jaxpr_of(program), used):
                 return True
@@ -198,10 +201,6 @@ def _may_lose_sums(jaxpr: Jaxpr, are_used: Sequence[bool]) -> bool:
             if not all(used) or _may_lose_sums(inner, [True] * len(inner.outvars)):
                 return True
     return False
-
-
-def _variables(atoms: Iterable[Any]) -> Iterator[Any]:
-    return (atom for atom in atoms if not isinstance(atom, Literal))
 
 
 @dataclass(eq=False)

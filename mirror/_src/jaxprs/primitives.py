@@ -174,6 +174,9 @@ GENERAL = of_kind(Kind.GENERAL)
 CONTROL = of_kind(Kind.CONTROL)
 CALL = of_kind(Kind.CALL)
 MAPPING = of_kind(Kind.MAPPING)
+SIMPLE = ELEMENTWISE | SHAPING | PICKING | JOINING | REDUCTION | {"dot_general", "iota"}
+SIMPLE -= PASSING
+"""Names of pure functions of arrays without inner programs, which most operations are."""
 
 
 def shape_of(atom: Any) -> tuple[int, ...]:

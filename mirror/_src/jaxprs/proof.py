@@ -9,6 +9,7 @@ of an unknown primitive with inner programs are per-replica if an operand, or an
 
 import contextlib
 import math
+import operator
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,9 +52,12 @@ from mirror._src.jaxprs.primitives import (
     SAMPLER,
     SCATTER,
     SHAPING,
+    SIMPLE,
 )
 from mirror._src.jaxprs.trace import trace
 
+_facts_of = operator.itemgetter(0, *range(2, len(MIRRORED)))  # all but the source
+_FACTS = {_facts_of(MIRRORED)}
 _KEEPS_SAMPLES = ELEMENTWISE | SHAPING | JOINING
 
 
@@ -188,6 +192,10 @@ class Proof(Interpreter[Mark]):
         return self.stored.setdefault(id(value), Mark(source=value))
 
     def equation(self, eqn: JaxprEqn, operands: list[Mark]) -> list[Mark]:
+        if eqn.primitive.name in SIMPLE:  # the usual case, and fast
+            plain = _FACTS.issuperset(map(_facts_of, operands))
+            joined = MIRRORED if plain else self.noted(eqn, operands, computed(operands))
+            return [joined.of(var) for var in eqn.outvars]
         marks = list(map(self.held, operands)) if self.stored else operands
         if self.control is not None and is_collective(eqn):
             self.reject(_hang_message(eqn, self.control))
@@ -269,12 +277,16 @@ class Proof(Interpreter[Mark]):
                 self.idle[line_within(eqn, self.within)] = None
         if _is_mirrored(eqn, joined, self.num_replicas):
             return self.mark_collective(eqn)
-        joined = self.note(eqn, marks, joined)._replace(is_summed=self.is_summed(eqn, marks))
+        joined = self.noted(eqn, marks, joined)
         if is_replica_source(eqn):
             self.meets_replica = True
             if not joined.per_replica:
                 joined = Mark(f"{eqn.primitive.name} at {user_line(eqn)}")
         return joined
+
+    def noted(self, eqn: JaxprEqn, marks: list[Mark], joined: Mark) -> Mark:
+        """Returns the mark of a pure function, with all that is known of it."""
+        return self.note(eqn, marks, joined)._replace(is_summed=self.is_summed(eqn, marks))
 
     def note(self, eqn: JaxprEqn, marks: list[Mark], joined: Mark) -> Mark:
         """Adds the samples and callbacks that a value was computed from to its mark."""

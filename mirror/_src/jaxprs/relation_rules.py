@@ -33,6 +33,7 @@ from mirror._src.jaxprs.primitives import (
     SAMPLER,
     SCATTER,
     SHAPING,
+    SIMPLE,
     dot_axes,
     dtype_of,
     op_of,
@@ -345,15 +346,16 @@ def _result(pair: Pair, operands: list[Relation]) -> list[Relation]:
     name, count = pair.name, len(pair.eqn.outvars)
     if pair.has_own_samples and (name in SAMPLER or name in KEY):
         return _own_samples(pair, operands)
-    if is_collective(pair.eqn):
-        return [_collective(pair, x) or pair.other(Why.UNKNOWN) for x in operands]
-    if name == "axis_index":
-        return [Relation(Kind.NUMBER)]
-    if is_replica_source(pair.eqn) or name not in PRIMITIVES or name == "call_hi_primitive":
-        return [pair.other(Why.UNKNOWN)] * count
-    inner = list(map(jaxpr_of, inner_programs(pair.eqn.params.values())))
-    if any(contains_collective(each) or contains_replica_source(each) for each in inner):
-        return [pair.other(Why.UNKNOWN)] * count
+    if name not in SIMPLE:
+        if is_collective(pair.eqn):
+            return [_collective(pair, x) or pair.other(Why.UNKNOWN) for x in operands]
+        if name == "axis_index":
+            return [Relation(Kind.NUMBER)]
+        if is_replica_source(pair.eqn) or name not in PRIMITIVES or name == "call_hi_primitive":
+            return [pair.other(Why.UNKNOWN)] * count
+        inner = list(map(jaxpr_of, inner_programs(pair.eqn.params.values())))
+        if any(contains_collective(each) or contains_replica_source(each) for each in inner):
+            return [pair.other(Why.UNKNOWN)] * count
     if name == "select_n" and operands[0].kind is Kind.ZERO:
         return operands[1:2]
     if name in _PRODUCTS and any(x.kind is Kind.ZERO for x in operands):

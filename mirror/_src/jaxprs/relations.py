@@ -368,7 +368,7 @@ def of_pieces(pair: Pair, operands: list[Relation], rules: _Rules) -> list[Relat
         rules: Returns the relations of the results if each round of a loop relates by itself.
     """
     in_pieces = [x for x in operands if x.is_in_pieces]
-    alone = [x._replace(pieces=None) for x in operands]
+    alone = [x if x.pieces is None else x._replace(pieces=None) for x in operands]
     if worst(operands) is not None:
         return rules(pair, operands)
     if not in_pieces:

@@ -2,11 +2,11 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from mirror._src.base.types import REPLICA_AXIS, Array
 from mirror._src.devices.transfer import NoMesh
@@ -46,6 +46,18 @@ def trace(
     """
     with NoMesh():
         return jax.make_jaxpr(fn, axis_env=[(axis_name, num_replicas)])(*leaves)
+
+
+def program_of(
+    inputs: Iterable[Var], outputs: Iterable[Any], eqns: Iterable[JaxprEqn] = ()
+) -> Jaxpr:
+    """Returns a program of operations without effects that were traced in another program."""
+    return _empty().replace(invars=[*inputs], outvars=[*outputs], eqns=[*eqns])
+
+
+@functools.cache
+def _empty() -> Jaxpr:
+    return jax.make_jaxpr(lambda: ())().jaxpr
 
 
 _context = jax.jit(lambda: ())

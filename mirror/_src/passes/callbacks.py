@@ -64,7 +64,8 @@ def in_callback() -> bool:
 
 def calls_back(program: ClosedJaxpr) -> bool:
     """Whether a program contains host callbacks."""
-    return any(map(is_callback, equations(program.jaxpr)))
+    eqns = [eqn for eqn in equations(program.jaxpr) if eqn.primitive.name in CALLBACK]
+    return any(map(is_callback, eqns))
 
 
 def is_callback(eqn: JaxprEqn) -> bool:

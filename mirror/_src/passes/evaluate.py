@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 
 from mirror._src.base.types import Array
@@ -21,6 +22,8 @@ from mirror._src.jaxprs.equations import (
     solve_of,
     walk,
 )
+from mirror._src.jaxprs.primitives import SIMPLE
+from mirror._src.jaxprs.trace import program_of
 from mirror._src.passes.pack import count, join, packed, split
 from mirror._src.passes.program import (
     Atom,
@@ -113,6 +116,39 @@ class Lowering(Evaluation):
         """Returns the outputs of a flat program."""
         return walk_operations(program, arguments, self.constant, self.evaluate)
 
+    def joined(self, program: Program) -> Program:
+        """Returns a program in which operations that are bound unchanged are joined to blocks.
+
+        JAX does not trace the operations of a block again, which takes as long as the proof.
+        """
+        has_slices = not _SLICED.isdisjoint([op.kind for op in program.operations])
+        if self._opens_all or has_slices or program.sharded_inputs:
+            return program  # whose values may have other types than in the jaxpr
+        operations, block = list[Operation](), list[Operation]()
+        read, read_inside = set(program.outputs), set[Atom]()
+        for operation in reversed(program.operations):
+            if self._is_unchanged(operation):
+                outputs = operation.outputs
+                if not (read.isdisjoint(outputs) and read_inside.isdisjoint(outputs)):
+                    block.append(operation)
+                    read_inside.update(operation.inputs)
+                continue
+            operations += _block(block, read)
+            operations.append(operation)
+            read |= read_inside
+            read.update(operation.inputs)
+            block, read_inside = [], set()
+        operations += _block(block, read)
+        return program._replace(operations=operations[::-1])
+
+    def _is_unchanged(self, operation: Operation) -> bool:
+        """Whether an operation can be part of a block."""
+        eqn, name = operation.eqn, operation.name
+        if operation.kind != "equation" or operation.around or eqn.effects:
+            return False
+        is_kept = name not in self._rules or self._replacement(eqn) is None
+        return is_kept and (name in SIMPLE or not self._opens(eqn))
+
     def evaluate(self, operation: Operation, operands: list[Any]) -> list[Any]:
         """Returns the outputs of one operation of a flat program."""
         with contextlib.ExitStack() as stack:
@@ -168,6 +204,54 @@ class Lowering(Evaluation):
             arguments = jax.lax.optimization_barrier(arguments)
         with _scope_of(eqn):
             return self.call(program, arguments)
+
+
+block_p = Primitive("block")
+block_p.multiple_results = True
+block_p.def_impl(lambda *values, jaxpr: jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*values))
+block_p.def_abstract_eval(lambda *_, jaxpr: [var.aval for var in jaxpr.outvars])
+
+
+def _lower_block(ctx: Any, *values: Any, jaxpr: Jaxpr) -> Any:
+    outputs, _ = mlir.jaxpr_subcomp(
+        ctx.module_context,
+        jaxpr,
+        ctx.name_stack,
+        mlir.TokenSet(),
+        (),
+        *values,
+        dim_var_values=ctx.dim_var_values,
+        const_lowering=ctx.const_lowering,
+        outer_traceback=ctx.traceback,
+    )
+    return outputs
+
+
+mlir.register_lowering(block_p, _lower_block, cacheable=False)
+
+
+def _block(operations: list[Operation], read: set[Atom]) -> list[Operation]:
+    """Returns one operation for several, which are in reverse order, given what is read later."""
+    made = {value for operation in operations for value in operation.outputs}
+    eqns = [operation.eqn for operation in reversed(operations)]
+    variables = {var for eqn in eqns for var in eqn.outvars}
+    operands = {
+        var: atom
+        for operation in operations
+        for var, atom in zip(operation.eqn.invars, operation.inputs, strict=True)
+        if not isinstance(var, Literal) and var not in variables
+    }
+    if len(operations) < 2 or not made.isdisjoint(operands.values()):  # of `ensure_mirrored`
+        return operations
+    results = {
+        var: value
+        for operation in operations
+        for var, value in zip(operation.eqn.outvars, operation.outputs, strict=True)
+        if value in read
+    }
+    params = {"jaxpr": program_of(operands, results, eqns)}
+    eqn = eqns[0].replace(primitive=block_p, params=params)
+    return [Operation("block", eqn, list(operands.values()), list(results.values()))]
 
 
 def _scope_of(call: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
@@ -369,9 +453,11 @@ def _axis_of(atom: Atom) -> int:
     return atom.layout.axis
 
 
+_SLICED = frozenset({"slice", "scatter", "gather", "loop"})
 _KINDS: dict[str, Callable[[Lowering, Operation, list[Any]], list[Any]]] = {
     "equation": lambda run, operation, operands: run.apply(operation.eqn, operands),
     "barrier": lambda _, __, operands: list(jax.lax.optimization_barrier(operands)),
+    "block": lambda _, operation, operands: bind(operation.eqn, operands),
     "slice": _slice,
     "scatter": _scatter,
     "gather": _gather,

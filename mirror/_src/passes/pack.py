@@ -10,6 +10,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from mirror._src.base.types import Array, num_bytes
 from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, axes_of, is_collective, spans_whole_axis
 from mirror._src.jaxprs.equations import called, jaxpr_of, with_inner
+from mirror._src.jaxprs.primitives import SIMPLE
 from mirror._src.passes.program import Opens, Operation, Program, Settings, flatten, with_bodies
 
 _JITTED = ("jit", "closed_call")
@@ -21,12 +22,13 @@ def pack(program: Program, settings: Settings) -> Program:
     program = with_bodies(program, lambda body: pack(body, settings))
     operations = program.operations
     keys = [_key_of(operation, settings.pack_bytes) for operation in operations]
-    if sum(key is not None for key in keys) < 2:
+    if len(keys) - keys.count(None) < 2:
         return program
     if settings.in_rounds:  # a collective that nothing can join takes a round, too
         pairs = zip(keys, operations, strict=True)
         keys = [op if key is None and _communicates(op.eqn) else key for key, op in pairs]
-    return program._replace(operations=list(map(_joined, in_order(operations, keys))))
+    ordered = in_order(operations, keys)
+    return program._replace(operations=[_joined(g) if g[1:] else g[0] for g in ordered])
 
 
 def opens(programs: Sequence[ClosedJaxpr | Jaxpr], settings: Settings) -> Opens:
@@ -55,6 +57,8 @@ def count(program: ClosedJaxpr | Jaxpr, limit: int) -> int:
         return 0
     total = 0
     for eqn in jaxpr_of(program).eqns:
+        if eqn.primitive.name in SIMPLE:
+            continue
         inner = called(eqn)
         total += _key(eqn, limit) is not None if inner is None else count(inner, limit)
     return total
@@ -87,7 +91,7 @@ def _key_of(operation: Operation, limit: int) -> Hashable:
     """Returns the key of an operation of a flat program."""
     match operation.kind:
         case "equation":
-            return _key(operation.eqn, limit)
+            return None if operation.name in SIMPLE else _key(operation.eqn, limit)
         case "scatter":
             key = _key(operation.eqn, limit)
             return key and (operation.kind, key)
@@ -101,8 +105,6 @@ def _key_of(operation: Operation, limit: int) -> Hashable:
 def _joined(operations: list[Operation]) -> Operation:
     """Returns one operation for several collectives."""
     first = operations[0]
-    if len(operations) == 1:
-        return first
     inputs = [atom for operation in operations for atom in operation.inputs]
     outputs = [value for operation in operations for value in operation.outputs]
     return Operation("pack", first.eqn, inputs, outputs, first.around, tuple(operations))
@@ -142,7 +144,7 @@ def in_order(
     after, missing = _dependences(operations)
     heights = [0] * len(operations)
     for i in reversed(range(len(operations))):
-        below = max((heights[k] for k in after[i]), default=0)
+        below = max([0, *map(heights.__getitem__, after[i])])
         heights[i] = below + (keys[i] is not None)
     ready = [i for i, count in enumerate(missing) if not count and keys[i] is None]
     waiting = [i for i, count in enumerate(missing) if not count and keys[i] is not None]
@@ -181,7 +183,7 @@ def _dependences(operations: Sequence[Operation]) -> tuple[list[set[int]], list[
     last: int | None = None
     for i, operation in enumerate(operations):
         before = {maker[atom] for atom in operation.inputs if atom in maker}
-        if operation.has_effects:
+        if operation.eqn.effects and operation.has_effects:
             before |= set() if last is None else {last}
             last = i
         for k in before:

@@ -4,6 +4,7 @@ Every value has a layout, which says what the replicas hold of it. The operation
 
 - `equation`: an operation of the jaxpr;
 - `barrier`: its results are its operands; XLA must not move operations across it;
+- `block`: operations that are evaluated unchanged, as one;
 - `slice`: each replica keeps its slice of a mirrored array; the second operand is its index;
 - `scatter`: sums arrays over the replicas; each replica gets its slice of the sum;
 - `gather`: joins the slices of all replicas, after its other operands have been computed;
@@ -27,13 +28,13 @@ from mirror._src.devices.replicas import Kind as Layout
 from mirror._src.jaxprs.collective_eqns import has_effects, is_collective, kind_of
 from mirror._src.jaxprs.equations import Scan, called, jaxpr_of, walk
 from mirror._src.jaxprs.marks import MIRRORED, Mark, ensured_p
-from mirror._src.jaxprs.primitives import ELEMENTWISE, REDUCTION
+from mirror._src.jaxprs.primitives import ELEMENTWISE, REDUCTION, SIMPLE
 from mirror._src.jaxprs.proof import Proof
 
 OWN = Layout(is_own=True)
 _COLLECTIVES = {"scatter": "reduce_scatter", "gather": "all_gather"}
 
-Kind = Literal["equation", "barrier", "slice", "scatter", "gather", "loop", "pack"]
+Kind = Literal["equation", "barrier", "block", "slice", "scatter", "gather", "loop", "pack"]
 
 
 class Value:
@@ -203,7 +204,7 @@ def _sharded(atoms: Iterable[Atom]) -> Iterator[tuple[int, int]]:
 def flatten(
     programs: Sequence[ClosedJaxpr | Jaxpr],
     opens: Opens,
-    on_operation: Callable[[Operation], None] = lambda _: None,
+    on_operation: Callable[[Operation], None] | None = None,
     inputs: list[Value] | None = None,
 ) -> Program:
     """Inlines calls and returns the operations of a program in one list.
@@ -221,13 +222,14 @@ def flatten(
     def add(kind: Kind, eqn: JaxprEqn, inputs: list[Atom], results: Sequence[Any]) -> list[Value]:
         outputs = [Value(var.aval) for var in results]
         operations.append(Operation(kind, eqn, inputs, outputs, tuple(around)))
-        on_operation(operations[-1])
+        if on_operation is not None:
+            on_operation(operations[-1])
         return outputs
 
     def equation(eqn: JaxprEqn, inputs: list[Atom]) -> Sequence[Atom]:
         if eqn.primitive is ensured_p:  # checked by the proof; computes nothing
             return inputs
-        program = called(eqn)
+        program = None if eqn.primitive.name in SIMPLE else called(eqn)
         if program is None or not opens(eqn, inputs):
             return add("equation", eqn, inputs, eqn.outvars)
         if needs_barrier(eqn):
@@ -263,7 +265,7 @@ def makers_of(program: Program) -> Mapping[Atom, Operation]:
 def with_bodies(program: Program, rewrite: Callable[[Program], Program]) -> Program:
     """Returns a program with the bodies of its loops rewritten."""
     operations = program.operations
-    if all(operation.body is None for operation in operations):
+    if not [operation for operation in operations if operation.body is not None]:
         return program
 
     def rewritten(operation: Operation) -> Operation:
