@@ -158,11 +158,6 @@ def average_and_merge(traced: TracedStep, plan: Plan) -> ClosedJaxpr:
     step = traced.function
     all_reduce = step.group.cross_device_ops.all_reduce
     num_inputs, num_results = len(step.avals), len(step.out_names)
-    if not (plan.averaged or plan.merged):  # the usual case, which needs no trace
-        inputs = list(map(Var, [*traced.jaxpr.in_avals, *traced.avals]))
-        results, after = inputs[num_inputs:][:num_results], inputs[num_inputs + num_results :]
-        outputs = [*(after[i] for i in plan.changed), *results]
-        return ClosedJaxpr(program_of(inputs, outputs), ())
 
     def finish(*values: Any) -> list[Array]:
         results = values[num_inputs : num_inputs + num_results]
@@ -170,24 +165,25 @@ def average_and_merge(traced: TracedStep, plan: Plan) -> ClosedJaxpr:
         means = all_reduce(ReduceOp.MEAN, [after[i] for i in plan.averaged])
         for i, mean in zip(plan.averaged, means, strict=True):
             after[i] = mean
-        updates = [_update(metric, values, after) for metric in plan.merged]
+        updates = [
+            Update(metric.rule, _states(metric, values), _states(metric, after), metric.dependences)
+            for metric in plan.merged
+        ]
         merged = merge(updates, functools.partial(all_reduce, ReduceOp.SUM))
         for metric, states in zip(plan.merged, merged, strict=True):
             for name, i in metric.positions.items():
                 after[i] = states[name]
         return [*(after[i] for i in plan.changed), *results]
 
-    types = [struct_of(aval) for aval in traced.avals]
+    if not (plan.averaged or plan.merged):  # the usual case, which needs no trace
+        inputs = list(map(Var, [*traced.jaxpr.in_avals, *traced.avals]))
+        return ClosedJaxpr(program_of(inputs, finish(*inputs), []), ())
+    outputs = [struct_of(aval) for aval in traced.avals]
     n, name = step.group.num_replicas_in_sync, step.axis_name
     # 64-bit types keep values that the step made under its own setting.
     with jax.enable_x64(True), replica(step.group, name):
-        return trace(finish, [*step.avals, *types], n, name)
+        return trace(finish, [*step.avals, *outputs], n, name)
 
 
-def _update(metric: Merge, before: Sequence[Any], after: Sequence[Any]) -> Update:
-    return Update(
-        metric.rule,
-        {name: before[i] for name, i in metric.positions.items()},
-        {name: after[i] for name, i in metric.positions.items()},
-        metric.dependences,
-    )
+def _states(metric: Merge, values: Sequence[Any]) -> dict[str, Any]:
+    return {name: values[i] for name, i in metric.positions.items()}

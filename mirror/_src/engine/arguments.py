@@ -497,7 +497,7 @@ class Call(NamedTuple):
     @property
     def input_names(self) -> list[str]:
         """The user's names for all inputs of the program: leaves of objects, then other leaves."""
-        return [*(name for _, name in self.slots), *self.leaf_names]
+        return [*[name for _, name in self.slots], *self.leaf_names]
 
     def donated(self) -> list[int]:
         """Returns the positions of the leaves that the user donates.

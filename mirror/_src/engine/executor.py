@@ -299,8 +299,8 @@ class MeshExecutor(Executor):
         end = start + len(captured)
         more: list[Any] = [*captured.values()]
         # See `Lowering`. GPUs need no unknown 0.
-        delays = bool(final.sharded_inputs) and not self.replicas.on_gpus
-        delays &= any(op.kind == "gather" and op.inputs[1:] for op in final.everywhere())
+        late = (op for op in final.everywhere() if op.kind == "gather" and op.inputs[1:])
+        delays = bool(final.sharded_inputs) and not self.replicas.on_gpus and any(late)
 
         def replica(*leaves: Any) -> Sequence[Any]:
             arrays = dict(zip(captured, leaves[start:end], strict=True))

@@ -146,11 +146,6 @@ class ReplicaContext:
         """The index of this replica in this process."""
         return jax.lax.axis_index(self._axis_name) if self._in_step else jnp.zeros((), jnp.int32)
 
-    @property
-    def _first_of_part(self) -> Any:
-        """The index of the first replica of this part in the whole batch."""
-        return 0 if self.part is None else self.part.part_id * self._strategy.num_replicas_in_sync
-
     def _positions(self, size: int) -> Array:
         """Returns the positions of `size` examples of this replica in the global batch.
 
@@ -244,7 +239,8 @@ class ReplicaContext:
             RuntimeError: If the step has ended.
         """
         self._require_alive()
-        return jax.random.fold_in(key, self._first_of_part + self._index)
+        first = 0 if self.part is None else self.part.part_id * self._strategy.num_replicas_in_sync
+        return jax.random.fold_in(key, first + self._index)
 
     @api_boundary
     def shared(self, tree: PyTree) -> PyTree:

@@ -289,11 +289,7 @@ def empty_trial(scratch: Runner, trial: Trial, batch: tuple[PyTree, ...]) -> Tri
 
 
 def one_replica_secs(
-    runners: Runners,
-    fn: StepFunction,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    steps: int,
+    runners: Runners, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any], steps: int
 ) -> tuple[float | None, str]:
     """Returns the seconds per step on one replica with the whole batch, or why it is unknown."""
     hoisted = hoist_nested(args, kwargs)

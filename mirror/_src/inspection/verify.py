@@ -28,13 +28,7 @@ from mirror._src.engine.reduce_op import ReduceOp
 from mirror._src.engine.runner import Runner
 from mirror._src.engine.variable import Variable, collapse, is_on_read
 from mirror._src.inspection.equality import DIFFERENT
-from mirror._src.inspection.measurement import (
-    copy_of,
-    gathered,
-    restore,
-    whole_batch,
-    with_objects,
-)
+from mirror._src.inspection.measurement import copy_of, gathered, restore, whole_batch, with_objects
 from mirror._src.jaxprs.text import fingerprint
 
 _T = TypeVar("_T")

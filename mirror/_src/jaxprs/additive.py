@@ -90,7 +90,8 @@ class _Pass(Interpreter[_Marks]):
         return super().equation(eqn, operands)
 
     def leaf(self, eqn: JaxprEqn, operands: list[_Marks]) -> Sequence[_Marks]:
-        if _touches_state(eqn):
+        eqns = with_inner(eqn)
+        if any(is_stateful(e) or any(map(is_ref, (*e.invars, *e.outvars))) for e in eqns):
             self.stored |= self.control.union(*operands)
             return [_other({*self.stored}.union(*operands))] * len(eqn.outvars)
         if eqn.primitive.name in PASSING and len(operands) == len(eqn.outvars):
@@ -175,15 +176,6 @@ def _overwrites(eqn: JaxprEqn) -> bool:
     window = len(numbers.update_window_dims) == len(updates.shape)
     whole = window and operand.shape == updates.shape and operand.dtype == updates.dtype
     return whole and not numbers.scatter_dims_to_operand_dims
-
-
-def _touches_state(eqn: JaxprEqn) -> bool:
-    """Whether the operation may read or write anything but its operands and results."""
-    return any(map(_is_impure, with_inner(eqn)))
-
-
-def _is_impure(eqn: JaxprEqn) -> bool:
-    return is_stateful(eqn) or any(map(is_ref, (*eqn.invars, *eqn.outvars)))
 
 
 def _aval(atom: Any) -> Any:

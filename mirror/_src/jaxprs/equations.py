@@ -83,10 +83,8 @@ def equations(jaxpr: Jaxpr) -> Sequence[JaxprEqn]:
 
 def with_inner(eqn: JaxprEqn) -> Sequence[JaxprEqn]:
     """Returns an operation, then the operations inside it."""
-    if eqn.primitive.name in SIMPLE:
-        return (eqn,)
-    inner = map(equations, map(jaxpr_of, inner_programs(eqn.params.values())))
-    return [eqn, *itertools.chain.from_iterable(inner)]
+    programs = [] if eqn.primitive.name in SIMPLE else inner_programs(eqn.params.values())
+    return [eqn, *itertools.chain.from_iterable(map(equations, map(jaxpr_of, programs)))]
 
 
 def walk(
@@ -318,20 +316,18 @@ def arrays_in(program: ClosedJaxpr | Jaxpr) -> Iterator[jax.Array]:
     if isinstance(program, ClosedJaxpr):
         yield from (const for const in program.consts if isinstance(const, jax.Array))
     jaxpr = jaxpr_of(program)
-    atoms = [jaxpr.outvars, *[eqn.invars for eqn in jaxpr.eqns]]
-    yield from _literal_arrays(itertools.chain.from_iterable(atoms))
+    simple = [eqn.invars for eqn in jaxpr.eqns if eqn.primitive.name in SIMPLE]
+    yield from _literal_arrays(itertools.chain(jaxpr.outvars, *simple))
     for eqn in jaxpr.eqns:
         if eqn.primitive.name not in SIMPLE:
-            yield from _arrays_inside(eqn)
+            yield from arrays_of(eqn)
 
 
 def arrays_of(eqn: JaxprEqn) -> Iterator[jax.Array]:
     """Yields the constant arrays among the operands and in the inner programs of an operation."""
-    return itertools.chain(_literal_arrays(eqn.invars), _arrays_inside(eqn))
-
-
-def _arrays_inside(eqn: JaxprEqn) -> Iterator[jax.Array]:
-    return itertools.chain.from_iterable(map(arrays_in, inner_programs(eqn.params.values())))
+    yield from _literal_arrays(eqn.invars)
+    for inner in inner_programs(eqn.params.values()):
+        yield from arrays_in(inner)
 
 
 def _literal_arrays(atoms: Iterable[Any]) -> list[jax.Array]:

@@ -192,13 +192,10 @@ def _may_lose_sums(jaxpr: Jaxpr, are_used: Sequence[bool]) -> bool:
             return True
         if eqn.primitive.name in SIMPLE:
             continue
-        program, used = called(eqn), [var in live for var in eqn.outvars]
-        if program is not None:
-            if _may_lose_sums(jaxpr_of(program), used):
-                return True
-            continue
-        for inner in map(jaxpr_of, inner_programs(eqn.params.values())):  # a loop or branch
-            if not all(used) or _may_lose_sums(inner, [True] * len(inner.outvars)):
+        is_call, used = called(eqn) is not None, [var in live for var in eqn.outvars]
+        for inner in map(jaxpr_of, inner_programs(eqn.params.values())):  # or a loop or branch
+            reached = used if is_call else [True] * len(inner.outvars)
+            if not (is_call or all(used)) or _may_lose_sums(inner, reached):
                 return True
     return False
 

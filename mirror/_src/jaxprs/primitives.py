@@ -88,6 +88,7 @@ _PASSING = """
 device_put ensure_mirrored layout_constraint optimization_barrier pvary reshard sharding_constraint
 with_memory_space_constraint
 """
+_REDUCTIONS = ("max", "min", "or", "and", "prod", "xor")
 _ROWS = (
     (_ELEMENTWISE, Primitive(Kind.ELEMENTWISE)),
     ("add add_any sub", Primitive(Kind.ELEMENTWISE | Kind.ADDITION)),
@@ -100,14 +101,8 @@ _ROWS = (
     ("dynamic_slice gather", Primitive(Kind.PICKING)),
     ("concatenate pad stack", Primitive(Kind.JOINING)),
     ("reduce_sum", Primitive(Kind.REDUCTION | Kind.LINEAR, "sum")),
-    ("reduce_max", Primitive(Kind.REDUCTION, "max")),
-    ("reduce_min", Primitive(Kind.REDUCTION, "min")),
-    ("reduce_or", Primitive(Kind.REDUCTION, "or")),
-    ("reduce_and", Primitive(Kind.REDUCTION, "and")),
-    ("reduce_prod", Primitive(Kind.REDUCTION, "prod")),
-    ("reduce_xor", Primitive(Kind.REDUCTION, "xor")),
-    ("argmax", Primitive(Kind.REDUCTION, "argmax")),
-    ("argmin", Primitive(Kind.REDUCTION, "argmin")),
+    *((f"reduce_{op}", Primitive(Kind.REDUCTION, op)) for op in _REDUCTIONS),
+    *((name, Primitive(Kind.REDUCTION, name)) for name in ("argmax", "argmin")),
     ("scatter", Primitive(Kind.SCATTER | Kind.RACING)),
     ("scatter-add scatter-sub", Primitive(Kind.SCATTER | Kind.RACING, "sum")),
     ("scatter-mul", Primitive(Kind.SCATTER | Kind.RACING, "prod")),
@@ -134,10 +129,7 @@ _ROWS = (
     ("all_gather", Primitive(Kind.COLLECTIVE, "", "all-gather", is_mirrored=True)),
     ("reduce_scatter", Primitive(Kind.COLLECTIVE, "sum", "reduce-scatter")),
     ("all_to_all", Primitive(Kind.COLLECTIVE, "", "all-to-all")),
-    (
-        "ragged_all_to_all",
-        Primitive(Kind.COLLECTIVE, "", "ragged all-to-all", runs_on_host=False),
-    ),
+    ("ragged_all_to_all", Primitive(Kind.COLLECTIVE, "", "ragged all-to-all", runs_on_host=False)),
     ("ppermute", Primitive(Kind.COLLECTIVE, "", "ppermute")),
     ("pbroadcast", Primitive(Kind.COLLECTIVE, "", "pbroadcast")),
     (_CALLS, Primitive(Kind.CALL)),
@@ -174,8 +166,7 @@ GENERAL = of_kind(Kind.GENERAL)
 CONTROL = of_kind(Kind.CONTROL)
 CALL = of_kind(Kind.CALL)
 MAPPING = of_kind(Kind.MAPPING)
-SIMPLE = ELEMENTWISE | SHAPING | PICKING | JOINING | REDUCTION | {"dot_general", "iota"}
-SIMPLE -= PASSING
+SIMPLE = (ELEMENTWISE | SHAPING | PICKING | JOINING | REDUCTION | {"dot_general"}) - PASSING
 """Names of pure functions of arrays without inner programs, which most operations are."""
 
 

@@ -194,7 +194,7 @@ class Proof(Interpreter[Mark]):
     def equation(self, eqn: JaxprEqn, operands: list[Mark]) -> list[Mark]:
         if eqn.primitive.name in SIMPLE:  # the usual case, and fast
             plain = _FACTS.issuperset(map(_facts_of, operands))
-            joined = MIRRORED if plain else self.noted(eqn, operands, computed(operands))
+            joined = MIRRORED if plain else self.computed(eqn, operands)
             return [joined.of(var) for var in eqn.outvars]
         marks = list(map(self.held, operands)) if self.stored else operands
         if self.control is not None and is_collective(eqn):
@@ -277,16 +277,12 @@ class Proof(Interpreter[Mark]):
                 self.idle[line_within(eqn, self.within)] = None
         if _is_mirrored(eqn, joined, self.num_replicas):
             return self.mark_collective(eqn)
-        joined = self.noted(eqn, marks, joined)
+        joined = self.note(eqn, marks, joined)._replace(is_summed=self.is_summed(eqn, marks))
         if is_replica_source(eqn):
             self.meets_replica = True
             if not joined.per_replica:
                 joined = Mark(f"{eqn.primitive.name} at {user_line(eqn)}")
         return joined
-
-    def noted(self, eqn: JaxprEqn, marks: list[Mark], joined: Mark) -> Mark:
-        """Returns the mark of a pure function, with all that is known of it."""
-        return self.note(eqn, marks, joined)._replace(is_summed=self.is_summed(eqn, marks))
 
     def note(self, eqn: JaxprEqn, marks: list[Mark], joined: Mark) -> Mark:
         """Adds the samples and callbacks that a value was computed from to its mark."""

@@ -12,7 +12,6 @@ where it finds a difference. Random numbers are left out.
 """
 
 import itertools
-import operator
 from collections.abc import Collection, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -22,14 +21,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from mirror._src.jaxprs.collective_eqns import is_stateful
 from mirror._src.jaxprs.equations import Interpreter, Scan, While, inner_programs, is_ref, jaxpr_of
-from mirror._src.jaxprs.primitives import (
-    CALLBACK,
-    ELEMENTWISE,
-    REDUCTION,
-    SHAPING,
-    SIMPLE,
-    shape_of,
-)
+from mirror._src.jaxprs.primitives import CALLBACK, ELEMENTWISE, REDUCTION, SHAPING, shape_of
 from mirror._src.jaxprs.relation_rules import result
 from mirror._src.jaxprs.relations import (
     ALONG_AXIS,
@@ -188,10 +180,9 @@ class Pass(Interpreter[Relation]):
 
     def leaf(self, eqn: JaxprEqn, operands: list[Relation]) -> Sequence[Relation]:
         pair = self.pair(eqn, self.twin(eqn))
-        if eqn.primitive.name not in SIMPLE:
-            is_impure = is_stateful(eqn) or any(map(is_ref, (*eqn.invars, *eqn.outvars)))
-            if is_impure or eqn.primitive.name in CALLBACK:
-                return [pair.other(Why.UNKNOWN)] * len(eqn.outvars)
+        is_impure = is_stateful(eqn) or any(map(is_ref, (*eqn.invars, *eqn.outvars)))
+        if is_impure or eqn.primitive.name in CALLBACK:
+            return [pair.other(Why.UNKNOWN)] * len(eqn.outvars)
         return result(pair, operands)
 
     def chosen(self, predicate: Relation, cases: Sequence[Relation]) -> Relation:
@@ -353,13 +344,9 @@ def _mismatch(jaxpr: Jaxpr, whole: Jaxpr) -> int | None:
     return None if is_whole else len(jaxpr.eqns)
 
 
-_MOVING = frozenset(
-    {"broadcast_in_dim", "convert_element_type", "reduce_sum", "reshape", "squeeze"}
-)
+_MOVING = frozenset({"broadcast_in_dim", "convert_element_type", "reshape", "squeeze"})
 _SIMPLE = (ELEMENTWISE | REDUCTION | SHAPING | {"dot_general"}) - {"broadcast_in_dim"}
-_COUNTING = frozenset({"convert_element_type", "max", "psum"})
-_GUESSED = _COUNTING | {"div", "sub"}
-_pieces_of = operator.attrgetter("pieces")
+_GUESSED = frozenset({"convert_element_type", "div", "max", "psum", "sub"})
 
 
 def guess(
@@ -410,9 +397,8 @@ class _Alone(Pass):
         name = eqn.primitive.name
         if name in _GUESSED and Literal in map(type, eqn.invars):
             operands = [self.guessed(eqn, i, x, operands) for i, x in enumerate(operands)]
-        if name in _MOVING or name == "reduce_sum":
-            self.record(eqn, operands)
-        if name in ELEMENTWISE and UNIFORM in map(_pieces_of, operands):
+        self.record(eqn, operands)
+        if name in ELEMENTWISE and UNIFORM in [x.pieces for x in operands]:
             operands = _resolved(eqn, operands)
         found = _of_rows(operands) if name in _SIMPLE else None
         if found is not None and (found is SAME or name in ELEMENTWISE):
@@ -429,7 +415,7 @@ class _Alone(Pass):
             is_over_rows = x.kind is Kind.ROWS and x.axis in axes
             self.sizes[eqn.outvars[0]] = size, is_over_rows
             (self.counts if is_over_rows else self.others).add(size)
-        elif isinstance(eqn.invars[0], Var):
+        elif name in _MOVING and isinstance(eqn.invars[0], Var):
             if (found := self.sizes.get(eqn.invars[0])) is not None:
                 self.sizes[eqn.outvars[0]] = found
             if eqn.invars[0] in self.reduced:
@@ -453,7 +439,7 @@ class _Alone(Pass):
                 return SAME.by(Fraction(self.num_replicas))
             # A sum over features of a row has a gradient per row.
             return self.count(value, x, is_sure=operands[0].kind is not Kind.ROWS)
-        if name in _COUNTING or (name == "sub" and i == 0):
+        if name != "div" and (name != "sub" or i == 0):
             return self.count(value, x)
         return x
 

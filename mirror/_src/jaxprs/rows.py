@@ -121,7 +121,8 @@ class _Pass(Interpreter[Rows]):
         """
         within = list(self.within)
         for i, call in enumerate(within):
-            if call.primitive.name == "jit" and _is_of_jax(call.params["name"]):
+            # Such as `_mean`.
+            if call.primitive.name == "jit" and hasattr(jax.numpy, call.params["name"].lstrip("_")):
                 eqn, within = call, within[:i]
                 break
         is_collective_ = is_collective(eqn)
@@ -229,8 +230,3 @@ class _Pass(Interpreter[Rows]):
 
 def _if_not(value: Value, unknown: Sequence[Value]) -> Value:
     return None if value in unknown else value
-
-
-def _is_of_jax(name: str) -> bool:
-    """Whether the name of a jitted function is one of `jax.numpy`, such as `_mean`."""
-    return hasattr(jax.numpy, name.lstrip("_"))

@@ -48,16 +48,12 @@ def trace(
         return jax.make_jaxpr(fn, axis_env=[(axis_name, num_replicas)])(*leaves)
 
 
-def program_of(
-    inputs: Iterable[Var], outputs: Iterable[Any], eqns: Iterable[JaxprEqn] = ()
-) -> Jaxpr:
+def program_of(inputs: Iterable[Var], outputs: Iterable[Any], eqns: list[JaxprEqn]) -> Jaxpr:
     """Returns a program of operations without effects that were traced in another program."""
-    return _empty().replace(invars=[*inputs], outvars=[*outputs], eqns=[*eqns])
+    return _empty().replace(invars=[*inputs], outvars=[*outputs], eqns=eqns)
 
 
-@functools.cache
-def _empty() -> Jaxpr:
-    return jax.make_jaxpr(lambda: ())().jaxpr
+_empty = functools.cache(lambda: jax.make_jaxpr(lambda: ())().jaxpr)
 
 
 _context = jax.jit(lambda: ())

@@ -64,8 +64,8 @@ def in_callback() -> bool:
 
 def calls_back(program: ClosedJaxpr) -> bool:
     """Whether a program contains host callbacks."""
-    eqns = [eqn for eqn in equations(program.jaxpr) if eqn.primitive.name in CALLBACK]
-    return any(map(is_callback, eqns))
+    eqns = equations(program.jaxpr)
+    return any(map(is_callback, [eqn for eqn in eqns if eqn.primitive.name in CALLBACK]))
 
 
 def is_callback(eqn: JaxprEqn) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -121,32 +122,21 @@ class Lowering(Evaluation):
 
         JAX does not trace the operations of a block again, which takes as long as the proof.
         """
-        has_slices = not _SLICED.isdisjoint([op.kind for op in program.operations])
-        if self._opens_all or has_slices or program.sharded_inputs:
-            return program  # whose values may have other types than in the jaxpr
-        operations, block = list[Operation](), list[Operation]()
-        read, read_inside = set(program.outputs), set[Atom]()
-        for operation in reversed(program.operations):
-            if self._is_unchanged(operation):
-                outputs = operation.outputs
-                if not (read.isdisjoint(outputs) and read_inside.isdisjoint(outputs)):
-                    block.append(operation)
-                    read_inside.update(operation.inputs)
-                continue
-            operations += _block(block, read)
-            operations.append(operation)
-            read |= read_inside
-            read.update(operation.inputs)
-            block, read_inside = [], set()
-        operations += _block(block, read)
+        if self._opens_all or program.sharded_inputs:  # values have other types than in the jaxpr
+            return program
+        operations, read = list[Operation](), set(program.outputs)
+        for unchanged, group in itertools.groupby(program.operations[::-1], self._is_unchanged):
+            added = list(group)
+            added = _block(added, read) if unchanged else added
+            operations += added
+            read.update(*[operation.inputs for operation in added])
         return program._replace(operations=operations[::-1])
 
     def _is_unchanged(self, operation: Operation) -> bool:
         """Whether an operation can be part of a block."""
-        eqn, name = operation.eqn, operation.name
-        if operation.kind != "equation" or operation.around or eqn.effects:
-            return False
-        is_kept = name not in self._rules or self._replacement(eqn) is None
+        eqn, name = operation.eqn, operation.eqn.primitive.name
+        is_pure = operation.kind == "equation" and not operation.around and not eqn.effects
+        is_kept = is_pure and (name not in self._rules or self._replacement(eqn) is None)
         return is_kept and (name in SIMPLE or not self._opens(eqn))
 
     def evaluate(self, operation: Operation, operands: list[Any]) -> list[Any]:
@@ -213,45 +203,31 @@ block_p.def_abstract_eval(lambda *_, jaxpr: [var.aval for var in jaxpr.outvars])
 
 
 def _lower_block(ctx: Any, *values: Any, jaxpr: Jaxpr) -> Any:
-    outputs, _ = mlir.jaxpr_subcomp(
-        ctx.module_context,
-        jaxpr,
-        ctx.name_stack,
-        mlir.TokenSet(),
-        (),
-        *values,
-        dim_var_values=ctx.dim_var_values,
-        const_lowering=ctx.const_lowering,
-        outer_traceback=ctx.traceback,
-    )
-    return outputs
+    fixed = ctx.module_context, jaxpr, ctx.name_stack, mlir.TokenSet(), ()
+    where = {"const_lowering": ctx.const_lowering, "outer_traceback": ctx.traceback}
+    return mlir.jaxpr_subcomp(*fixed, *values, dim_var_values=ctx.dim_var_values, **where)[0]
 
 
 mlir.register_lowering(block_p, _lower_block, cacheable=False)
 
 
-def _block(operations: list[Operation], read: set[Atom]) -> list[Operation]:
+def _block(unchanged: list[Operation], read: set[Atom]) -> list[Operation]:
     """Returns one operation for several, which are in reverse order, given what is read later."""
-    made = {value for operation in operations for value in operation.outputs}
+    operations, live = list[Operation](), set(read)
+    for operation in unchanged:
+        if not live.isdisjoint(operation.outputs):
+            operations.append(operation)
+            live.update(operation.inputs)
     eqns = [operation.eqn for operation in reversed(operations)]
-    variables = {var for eqn in eqns for var in eqn.outvars}
-    operands = {
-        var: atom
-        for operation in operations
-        for var, atom in zip(operation.eqn.invars, operation.inputs, strict=True)
-        if not isinstance(var, Literal) and var not in variables
-    }
-    if len(operations) < 2 or not made.isdisjoint(operands.values()):  # of `ensure_mirrored`
-        return operations
-    results = {
-        var: value
-        for operation in operations
-        for var, value in zip(operation.eqn.outvars, operation.outputs, strict=True)
-        if value in read
-    }
-    params = {"jaxpr": program_of(operands, results, eqns)}
-    eqn = eqns[0].replace(primitive=block_p, params=params)
-    return [Operation("block", eqn, list(operands.values()), list(results.values()))]
+    before = [pair for op in operations for pair in zip(op.eqn.invars, op.inputs, strict=True)]
+    made = {a: x for op in operations for a, x in zip(op.eqn.outvars, op.outputs, strict=True)}
+    operands = {a: x for a, x in before if not isinstance(a, Literal) and a not in made}
+    if len(eqns) < 2 or not set(made.values()).isdisjoint(operands.values()):
+        return operations  # `ensure_mirrored` is not one of them, and has another variable
+    results = {a: x for a, x in made.items() if x in read}
+    program = program_of(operands, results, eqns)
+    eqn = eqns[0].replace(primitive=block_p, params={"jaxpr": program})
+    return [Operation("block", eqn, [*operands.values()], [*results.values()])]
 
 
 def _scope_of(call: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
@@ -453,7 +429,6 @@ def _axis_of(atom: Atom) -> int:
     return atom.layout.axis
 
 
-_SLICED = frozenset({"slice", "scatter", "gather", "loop"})
 _KINDS: dict[str, Callable[[Lowering, Operation, list[Any]], list[Any]]] = {
     "equation": lambda run, operation, operands: run.apply(operation.eqn, operands),
     "barrier": lambda _, __, operands: list(jax.lax.optimization_barrier(operands)),

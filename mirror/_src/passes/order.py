@@ -285,7 +285,8 @@ class Turns(OnDevice):
         nodes = [blank[len(kept) :]] * max(levels, 1)
         state = at(0), blank, stacked, nodes
         _, _, stacked, nodes = self._few_times(self._per_device, body, state)
-        return [_unbits(bits, aval) for bits, aval in zip(stacked, kept, strict=True)], nodes[-1]
+        pairs = zip(stacked, kept, strict=True)
+        return [keys_like(x, aval) if _is_key(aval) else x for x, aval in pairs], nodes[-1]
 
     def _few_times(self, count: int, body: Callable[..., Any], state: tuple[Any, ...]) -> Any:
         """Runs a loop of at most `count` iterations; XLA does not know how many."""
@@ -352,8 +353,3 @@ def _bits(value: Any) -> Any:
 def _bits_of(aval: Any) -> Any:
     """Returns the type of `_bits`."""
     return jax.eval_shape(_bits, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-
-
-def _unbits(bits: Array, aval: Any) -> Array:
-    """Returns what `_bits` has converted."""
-    return keys_like(bits, aval) if _is_key(aval) else bits

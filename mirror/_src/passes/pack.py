@@ -38,12 +38,7 @@ def opens(programs: Sequence[ClosedJaxpr | Jaxpr], settings: Settings) -> Opens:
         return lambda eqn, _: _communicates(eqn) or _has_products(eqn)
     if sum(count(program, limit) for program in programs) < 2:
         return lambda *_: False
-
-    def contains_small(eqn: JaxprEqn, _: object) -> bool:
-        inner = called(eqn)
-        return inner is not None and count(inner, limit) > 0
-
-    return contains_small
+    return lambda eqn, _: (inner := called(eqn)) is not None and count(inner, limit) > 0
 
 
 def packed(program: ClosedJaxpr | Jaxpr, settings: Settings) -> Program:
@@ -56,9 +51,7 @@ def count(program: ClosedJaxpr | Jaxpr, limit: int) -> int:
     if not limit:
         return 0
     total = 0
-    for eqn in jaxpr_of(program).eqns:
-        if eqn.primitive.name in SIMPLE:
-            continue
+    for eqn in [eqn for eqn in jaxpr_of(program).eqns if eqn.primitive.name not in SIMPLE]:
         inner = called(eqn)
         total += _key(eqn, limit) is not None if inner is None else count(inner, limit)
     return total
@@ -82,16 +75,14 @@ def _key(eqn: JaxprEqn, limit: int) -> Hashable:
     if len(axes_of(eqn)) != 1 or not spans_whole_axis(eqn):
         return None
     aval: Any = eqn.invars[0].aval
-    if not 0 < num_bytes(aval) <= limit:
-        return None
-    return eqn.primitive.name, aval.dtype
+    return (eqn.primitive.name, aval.dtype) if 0 < num_bytes(aval) <= limit else None
 
 
 def _key_of(operation: Operation, limit: int) -> Hashable:
     """Returns the key of an operation of a flat program."""
     match operation.kind:
         case "equation":
-            return None if operation.name in SIMPLE else _key(operation.eqn, limit)
+            return None if operation.eqn.primitive.name in SIMPLE else _key(operation.eqn, limit)
         case "scatter":
             key = _key(operation.eqn, limit)
             return key and (operation.kind, key)

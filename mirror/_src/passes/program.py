@@ -161,12 +161,12 @@ class Program(NamedTuple):
     @property
     def sharded_inputs(self) -> dict[int, int]:
         """Sharded axis of each sharded input, by position."""
-        return dict(_sharded(self.inputs))
+        return _sharded(self.inputs)
 
     @property
     def sharded_outputs(self) -> dict[int, int]:
         """Sharded axis of each sharded output, by position."""
-        return dict(_sharded(self.outputs))
+        return _sharded(self.outputs)
 
 
 class Settings(NamedTuple):
@@ -195,16 +195,15 @@ class Settings(NamedTuple):
     kept_bytes: int | None = None
 
 
-def _sharded(atoms: Iterable[Atom]) -> Iterator[tuple[int, int]]:
-    for i, atom in enumerate(atoms):
-        if atom.layout.axis is not None:
-            yield i, atom.layout.axis
+def _sharded(atoms: Iterable[Atom]) -> dict[int, int]:
+    axes = enumerate(atom.layout.axis for atom in atoms)
+    return {i: axis for i, axis in axes if axis is not None}
 
 
 def flatten(
     programs: Sequence[ClosedJaxpr | Jaxpr],
     opens: Opens,
-    on_operation: Callable[[Operation], None] | None = None,
+    on_operation: Callable[[Operation], None] = lambda _: None,
     inputs: list[Value] | None = None,
 ) -> Program:
     """Inlines calls and returns the operations of a program in one list.
@@ -222,8 +221,7 @@ def flatten(
     def add(kind: Kind, eqn: JaxprEqn, inputs: list[Atom], results: Sequence[Any]) -> list[Value]:
         outputs = [Value(var.aval) for var in results]
         operations.append(Operation(kind, eqn, inputs, outputs, tuple(around)))
-        if on_operation is not None:
-            on_operation(operations[-1])
+        on_operation(operations[-1])
         return outputs
 
     def equation(eqn: JaxprEqn, inputs: list[Atom]) -> Sequence[Atom]:

@@ -100,7 +100,7 @@ class VariableSlot(NamedTuple):
         Args:
             roots: The user's names for the objects.
         """
-        return roots[self.path[0]] + "".join(f".{key}" for key in self.path[1:])
+        return ".".join([roots[self.path[0]], *map(str, self.path[1:])])
 
 
 class MetricSlots(NamedTuple):
@@ -166,7 +166,8 @@ class Structure:
             require_arrays(slot, value)
         # The leaves of the state are in the order of the slots: both are sorted by path.
         self.state_def: Any = jax.tree.structure(
-            jax.tree.map(_as_one_array, state, is_leaf=is_per_replica)
+            # A replica has one array in place of a `PerReplica`.
+            jax.tree.map(lambda x: 0 if is_per_replica(x) else x, state, is_leaf=is_per_replica)
         )
         self.leaf_slots = [
             slot
@@ -265,11 +266,6 @@ def is_equal(a: Any, b: Any) -> bool:
 def _kind(holder: Any) -> type:
     """Returns the type of a variable, or `jax.Array` for any array, whether traced or not."""
     return type(holder) if isinstance(holder, nnx.Variable) else jax.Array
-
-
-def _as_one_array(leaf: Any) -> Any:
-    """Replaces a `PerReplica` by a single leaf, because a replica has one array in its place."""
-    return 0 if is_per_replica(leaf) else leaf
 
 
 def require_arrays(slot: VariableSlot, value: Any) -> None:
