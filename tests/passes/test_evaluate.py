@@ -10,6 +10,8 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 import mirror
 from mirror import PerReplica
@@ -70,6 +72,26 @@ def test_users_function_runs_once(strategy):
     for _ in range(3):
         strategy.run(step, args)
     assert len(calls) == 1
+
+
+def test_unchanged_operations_are_not_traced_again(two):
+    types = []
+    same = Primitive("same")
+    same.def_abstract_eval(lambda aval: types.append(aval) or aval)
+    mlir.register_lowering(same, lambda _, value: [value])
+
+    def step(m, x):
+        unused = same.bind(jnp.cos(x))
+        total = mirror.all_reduce("mean", same.bind(x + m["w"]))
+        kept = mirror.ensure_mirrored({"w": jnp.sin(total)})  # its results are its operands
+        return kept["w"] * 2, m["w"] + kept["w"], total, list(unused.shape)
+
+    x, w = own(two), jnp.full(3, 2.0)
+    double, new, total, _ = two.run(step, ({"w": w}, x))
+    assert len(types) == 1  # of the same type
+    np.testing.assert_allclose(total, np.full(3, 3.5))
+    np.testing.assert_allclose(double, 2 * np.sin(np.full(3, 3.5)), rtol=1e-6)
+    np.testing.assert_allclose(new, 2 + np.sin(np.full(3, 3.5)), rtol=1e-6)
 
 
 def test_reports_reuse_the_trace(two):
