@@ -292,9 +292,16 @@ _OF_PROGRAMS = (
     Fault(
         "a maximum packed with a sum",
         "mirror/_src/passes/pack.py",
-        "return eqn.primitive.name, aval.dtype",
-        "return aval.dtype",
+        "return (eqn.primitive.name, aval.dtype) if",
+        "return aval.dtype if",
         ("tests/passes/test_packing.py",),
+    ),
+    Fault(
+        "a block that reads its own result by another name",
+        "mirror/_src/passes/evaluate.py",
+        "not set(made.values()).isdisjoint(operands.values())",
+        "False",
+        ("tests/passes/test_evaluate.py",),
     ),
     Fault(
         "the order of two effects in a packed program",
