@@ -164,7 +164,7 @@ def as_jax(leaf: np.ndarray, like: Any) -> jax.Array:
         return keys_like(jax.numpy.array(leaf), like)
     if getattr(like, "weak_type", False) and not np.ndim(leaf):
         return jax.numpy.asarray(np.asarray(leaf).item())
-    return jax.device_put(np.array(leaf, like.dtype))  # one copy, without a program
+    return jnp.asarray(np.array(leaf, like.dtype))  # not `jnp.array`, which copies once more
 
 
 class ModelDefinition(NamedTuple):
