@@ -2,11 +2,10 @@
 
 from importlib import metadata
 
-# Without fusion emitters, and without what helps programs to use several threads. Only jaxlib 0.10
-# has the first flag; newer versions abort when they read it.
+# Without fusion emitters, and without splitting a program for more threads. Only jaxlib 0.10 has
+# the first flag; newer versions abort when they read it.
 FLAGS = (
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
-    "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     if metadata.version("jaxlib").startswith("0.10.")
     else ""
 )
