@@ -68,7 +68,7 @@ class PerReplica:
         >>> PerReplica.from_stacked(np.arange(4).reshape(2, 2))
         PerReplica([0, 1], [2, 3])
         """
-        if not tuple(getattr(stacked, "shape", ()))[:1] > (0,):
+        if not any(tuple(getattr(stacked, "shape", ()))[:1]):
             raise ValueError(
                 f"`stacked` must have a leading replica axis, got {describe(stacked)}. Pass an "
                 "array (num_replicas, *shape), or use mirror.PerReplica([value, ...]) with one "

@@ -203,6 +203,7 @@ block_p.def_abstract_eval(lambda *_, jaxpr: [var.aval for var in jaxpr.outvars])
 
 
 def _lower_block(ctx: Any, *values: Any, jaxpr: Jaxpr) -> Any:
+    # As JAX lowers the body of a loop (0.10.2, 0.12.0.1). `core_call_lowering` makes a function.
     fixed = ctx.module_context, jaxpr, ctx.name_stack, mlir.TokenSet(), ()
     where = {"const_lowering": ctx.const_lowering, "outer_traceback": ctx.traceback}
     return mlir.jaxpr_subcomp(*fixed, *values, dim_var_values=ctx.dim_var_values, **where)[0]
@@ -222,8 +223,9 @@ def _block(unchanged: list[Operation], read: set[Atom]) -> list[Operation]:
     before = [pair for op in operations for pair in zip(op.eqn.invars, op.inputs, strict=True)]
     made = {a: x for op in operations for a, x in zip(op.eqn.outvars, op.outputs, strict=True)}
     operands = {a: x for a, x in before if not isinstance(a, Literal) and a not in made}
+    # The result of `ensure_mirrored` is its operand under another variable, which no block makes.
     if len(eqns) < 2 or not set(made.values()).isdisjoint(operands.values()):
-        return operations  # `ensure_mirrored` is not one of them, and has another variable
+        return operations
     results = {a: x for a, x in made.items() if x in read}
     program = program_of(operands, results, eqns)
     eqn = eqns[0].replace(primitive=block_p, params={"jaxpr": program})

@@ -57,8 +57,8 @@ def dumps(value: Any) -> Pickled:
         return False
 
     # cloudpickle takes five times as long. References of Ray, and what users register, need it.
-    dumps = pickle.dumps if _is_data(value) else import_ray().cloudpickle.dumps
-    return Pickled(dumps(value, protocol=5, buffer_callback=is_small), buffers)
+    pickler = pickle if _is_data(value) else import_ray().cloudpickle
+    return Pickled(pickler.dumps(value, protocol=5, buffer_callback=is_small), buffers)
 
 
 def _is_data(node: Any) -> bool:
