@@ -89,7 +89,7 @@ BUDGETS = {
     "keras": Size(499, 5, 5),
     "strategy": Size(1019, 6, 8),
     "training": Size(5775, 32, 64),
-    "ps": Size(3580, 20, 67),
+    "ps": Size(3604, 20, 67),
     "tools": Size(2981, 24, 30),
 }
 

@@ -76,10 +76,10 @@ class Training:
         )
         self.commit, self.version = None, objects.step
 
-    def part(self, batch, part=0, num_parts=1, task=None):
-        """Runs a part of a step, whose weight is its number of rows."""
-        rows = jax.tree.leaves(batch)[0].shape[0]
-        return self._run((batch,), part, num_parts, task, lambda _: rows)
+    def part(self, batch, part=0, num_parts=1, task=None, weight=None):
+        """Runs a part of a step, whose weight is its number of rows by default."""
+        weight = jax.tree.leaves(batch)[0].shape[0] if weight is None else weight
+        return self._run((batch,), part, num_parts, task, lambda _: weight)
 
     def train(self, batch, mask, num_parts, weight_of):
         """Runs the first part of a step of a `Trainer`."""

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from mirror._src.ps.driver import Driver, Task
 from mirror._src.ps.handles import CancelledError
-from mirror._src.ps.messages import Assignment, LostError, ServerSnapshot
+from mirror._src.ps.messages import Assignment, LostError, Result, ServerSnapshot
 
 
 class Start(NamedTuple):
@@ -57,6 +57,11 @@ class Value:
         number = self.task.number
         action: Any = Deliver(number, value) if error is None else Fail(number, error)
         self._actions.append(Cancel(number) if isinstance(error, CancelledError) else action)
+
+
+def values_of(results: list[Result]) -> tuple[Any, ...]:
+    """Returns the values of the parts of a task."""
+    return tuple(result.value for result in results)
 
 
 class Recorded:
@@ -142,8 +147,8 @@ class Recorded:
             actions = self._answer(self.set_ups[worker], LostError(worker, is_forever=True))
         return actions
 
-    def finished(self, number: int, result: Any) -> list[Any]:
-        return self._answer(self.calls[number][1], result)
+    def finished(self, number: int, result: Any, *, is_committed: bool = False) -> list[Any]:
+        return self._answer(self.calls[number][1], Result(result, is_committed))
 
     def failed(self, number: int, error: BaseException) -> list[Any]:
         return self._answer(self.calls[number][1], error)
@@ -165,7 +170,7 @@ class Recorded:
 
     def submit(self, num_parts: int = 1, *, is_step: bool) -> tuple[int, list[Any]]:
         value: Any = Value(self.actions)
-        value.task = Task("", [()] * num_parts, tuple, is_step, value)
+        value.task = Task("", [()] * num_parts, values_of, is_step, value)
         error = self.loop.run_until_complete(self.driver.submit(value.task))
         assert error is None
         return value.task.number, self._taken()

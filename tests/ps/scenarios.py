@@ -6,9 +6,7 @@ repetitions that are disturbed again.
 
 import random
 
-from tests.ps.simulated import Cluster, Server
-
-LIMIT = 50_000  # small steps until everything has ended
+from tests.ps.simulated import LIMIT, Cluster, Server
 
 
 def cluster_of(generator: random.Random, server_class: type[Server]) -> Cluster:

@@ -17,10 +17,13 @@ import pytest
 
 from mirror._src.ps.driver import Driver, Task
 from mirror._src.ps.handles import CancelledError
-from mirror._src.ps.messages import Assignment, LostError
+from mirror._src.ps.messages import Assignment, Committed, LostError, Result
+from tests.ps.recorded import values_of
 
 PRIME = (1 << 61) - 1
+LIMIT = 50_000  # small steps until everything has ended
 LOST = object()
+DONE = object()  # the answer to the pull of a task that was committed last
 
 
 class UserError(Exception):
@@ -77,7 +80,13 @@ class Server:
             self.commit(assignment.incarnation, *assignment.commit)
         if assignment.step is not None:
             assert self.state.version >= assignment.step, "a commit has not arrived"
+            if self.state.version > assignment.step and self.was_last(assignment.task):
+                return DONE
         return self.state.version, self.state.value
+
+    def was_last(self, task: int) -> bool:
+        """Whether a task was committed last, so that its results are kept."""
+        return bool(self.state.steps) and self.state.steps[-1][0] == task
 
     def push(self, assignment: Assignment, based_on: int, gradient: int) -> object | None:
         state = self.state
@@ -180,6 +189,7 @@ class Cluster:
         self.raised: list[BaseException] = []
         self.must_raise = False
         self.frozen: list[Any] = []  # attempts and news that take long
+        self.ahead: list[Callable[[], Any]] = []  # pulls of next steps, which workers have sent
         self.driver = Driver(self, staleness, snapshot_every)
         self.driver.max_losses = 10**9
         self.driver.kept = self.checked = [(None, state, None) for state in self.first]
@@ -231,7 +241,7 @@ class Cluster:
     def submit(self, num_parts: int = 1, does: str = "train") -> None:
         """Schedules a task that does `train`, `raise`, `call` or `call raise`."""
         value = Value(self)
-        task = Task("", [()] * num_parts, tuple, does in ("train", "raise"), value)
+        task = Task("", [()] * num_parts, values_of, does in ("train", "raise"), value)
         value.task = task
         self._call(self.driver.submit(task), lambda: self.functions.update({task.number: does}))
 
@@ -300,12 +310,17 @@ class Cluster:
         actions: list[Callable[[], Any]] = [
             *(functools.partial(next, a.steps, None) for a in first.values() if self._moves(a)),
             *(mail.popleft for mail in self.mail if mail),
+            *(functools.partial(self._arrive, each) for each in self.ahead),
             *(functools.partial(self._hear, each) for each in self.news if self._moves(each)),
         ]
         return [functools.partial(self._do, action) for action in actions]
 
     def _moves(self, thing: Any) -> bool:
         return thing not in self.frozen
+
+    def _arrive(self, pull: Callable[[], Any]) -> None:
+        self.ahead.remove(pull)
+        pull()
 
     def _hear(self, news: Callable[[], None]) -> Callable[[], None]:
         self.news.remove(news)
@@ -354,10 +369,12 @@ class Cluster:
                 yield
                 return self._answer(attempt, LostError(server.index))
         yield
+        if DONE in pulled:
+            return self._answer(attempt, Result((a.task, a.part)))
         if "raise" in does and a.part == 0:
             return self._answer(attempt, UserError(a.task))
         if a.step is not None and any(version != a.step for version, _ in pulled):
-            return self._answer(attempt, "late")
+            return self._answer(attempt, Result("late"))
         if does in ("train", "raise"):
             values = tuple(value for _, value in pulled)
             for server, (version, _) in zip(self.servers, pulled, strict=True):
@@ -366,7 +383,11 @@ class Cluster:
                     yield
                     return self._answer(attempt, LostError(server.index))
                 yield
-        return self._answer(attempt, (a.task, a.part))
+        is_committed = a.step is not None and a.num_parts == 1
+        if is_committed:
+            ahead = a._replace(commit=Committed(a.step, a.task, 1), step=a.step + 1)
+            self.ahead += [functools.partial(server.pull, ahead) for server in self.servers]
+        return self._answer(attempt, Result((a.task, a.part), is_committed))
 
     # The engine
 
@@ -403,7 +424,6 @@ class Cluster:
         if method == "commit":
             _, step, task, num_parts = arguments
             assert self.commits.setdefault(step, (task, num_parts)) == (task, num_parts)
-            self.committed[task] = num_parts
 
         def arrive() -> None:
             reply = None
@@ -428,6 +448,7 @@ class Cluster:
         self.must_raise |= how == "failed"
         if how == "delivered" and self.functions[task] in ("train", "raise"):
             assert value == tuple((task, part) for part in range(len(value)))
+            self.committed[task] = len(value)
 
     # Laws
 
@@ -452,6 +473,8 @@ class Cluster:
         """Checks what must hold when nothing is left to happen."""
         assert not self.unsettled, f"{self.unsettled} tasks have not ended"
         self.take_error()
+        self.request_snapshot()  # before it, servers commit what workers have left
+        self.run(lambda _: 0, LIMIT)
         assert not self.calls, "the main program waits"
         assert not self.must_raise, "an error has been lost"
         if any(server.state is None for server in self.servers):

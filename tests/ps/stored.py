@@ -10,7 +10,7 @@ import optax
 from mirror._src.ps.messages import Definition, Push, Rejected, ServerSnapshot
 from mirror._src.ps.placement import Slice
 from mirror._src.ps.store import Store
-from tests.ps.simulated import LOST, Server, State, gradient_of, undisturbed
+from tests.ps.simulated import DONE, LOST, Server, State, gradient_of, undisturbed
 
 WEIGHT = 2.0
 
@@ -29,7 +29,7 @@ def first_snapshot(value: int, version: int = 0) -> ServerSnapshot:
 def pushed(incarnation: int, task: int, part: int, based_on: int, gradient: int) -> Push:
     """Returns a push whose gradients are as odd as those of a network: sums round."""
     values = np.array([gradient % 9973, gradient % 7919, gradient % 104_729], np.float32) / 7
-    return Push(incarnation, task, part, based_on, WEIGHT + part, (values,))
+    return Push(incarnation, task, part, based_on, WEIGHT + part, (values,), result=(task, part))
 
 
 class StoreServer(Server):
@@ -69,7 +69,9 @@ class StoreServer(Server):
         a = assignment
         theirs = self.store.pull(a.incarnation, a.step, a.commit, {})
         self.agree(ours, theirs)
-        if ours is not LOST and a.step is not None:
+        if ours is DONE:
+            assert theirs.results[1][a.part] == (a.task, a.part)
+        elif ours is not LOST and a.step is not None:
             assert isinstance(theirs, Rejected) == (ours[0] > a.step)
         return ours
 

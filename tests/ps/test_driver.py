@@ -81,6 +81,16 @@ def test_next_step_carries_the_commit_and_pulls_the_next_version(ready):
     assert start.assignment.step == 1
 
 
+def test_commit_of_a_worker_is_sent_again_before_a_snapshot_alone(ready):
+    driver = ready(1, snapshot_every=2)
+    for _ in range(2):
+        driver.submit(1, is_step=True)
+    assert [type(each) for each in driver.finished(0, "a", is_committed=True)] == [Start, Deliver]
+    actions = driver.finished(1, "b", is_committed=True)
+    assert actions[-2:] == [Commit(0, 1, 1, 1), TakeSnapshot()]
+    assert Deliver(1, ("b",)) in actions
+
+
 def test_workers_start_nothing_before_they_are_ready(make):
     driver = make()
     assert driver.submit(2, is_step=True)[1] == []

@@ -7,6 +7,7 @@ import sys
 import jax
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 import mirror
@@ -154,12 +155,54 @@ def test_repeated_part_draws_the_same_noise_and_other_parts_do_not():
 def test_pushes_of_a_failed_step_are_not_those_of_the_next():
     model, optimizer = create(LOCAL, TX)
     training = Training(model, optimizer)
-    training.part(batches([8], seed=9)[0], task=0)  # its other part fails: no commit
+    training.part(batches([8], seed=9)[0], num_parts=2, task=0)  # its other part fails: no commit
     training.part(DATA[0], task=1)
     training.end_step(task=1)
     training.collect()
     reference, _ = on_replicas(1, TX, DATA[:1])
     assert largest_difference(arrays(model, optimizer), arrays(*reference)) < 1e-5
+
+
+def test_step_of_one_part_is_committed_with_the_pull_of_the_next():
+    model, optimizer = create(LOCAL, TX)
+    training = Training(model, optimizer)
+    for number, batch in enumerate(DATA):
+        assert training.part(batch).is_committed
+        training.end_step()
+        assert {store.statistics()["pulls"] for store in training.stores} == {2 + number}
+    training.collect()
+    reference, _ = on_replicas(1, TX, DATA)
+    assert largest_difference(arrays(model, optimizer), arrays(*reference)) < 1e-5
+    assert not training.part(DATA[0], 0, 2).is_committed
+
+
+@pytest.mark.parametrize("server", [0, 1])
+def test_result_of_a_step_survives_the_loss_of_its_worker_after_the_commit(server, monkeypatch):
+    model, optimizer = create(LOCAL, TX)
+    training = Training(model, optimizer)
+    unreached, pull = training.stores[server], training.stores[server].pull
+    with monkeypatch.context() as lost:
+        lost.setattr(unreached, "pull", lambda *args: None if args[1] else pull(*args))
+        value = training.part(DATA[0]).value
+    assert unreached.statistics()["version"] == 0
+    training.worker._ahead.clear()  # as in a new process
+    repeated = training.part(DATA[0])
+    assert repeated.value == value
+    assert not repeated.is_committed
+    training.end_step()
+    training.part(DATA[1])
+    training.end_step()
+    training.collect()
+    reference, _ = on_replicas(1, TX, DATA[:2])
+    assert largest_difference(arrays(model, optimizer), arrays(*reference)) < 1e-5
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0])
+def test_bad_weights_are_not_pushed(weight):
+    training = Training(*create(LOCAL, TX))
+    raised = training.part(DATA[0], weight=weight)
+    assert f"must sum to a non-negative number, got {weight}" in raised.text
+    assert training.stores[0].statistics()["pushes"] == 0
 
 
 def test_late_part_and_lost_server_are_answers():

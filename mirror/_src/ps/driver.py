@@ -10,7 +10,8 @@ the servers went back to a snapshot.
 Synchronous steps (`staleness=0`) run one after the other. All parts of step k pull version k. When
 they have finished, the step is committed. Only then do servers apply gradients, so a part that is
 repeated computes the same values. Assignments carry the last commit, because a worker may reach a
-server before the commit does.
+server before the commit does. The worker of a step with one part commits it with the pull of the
+next step; servers keep the results of the last commit, in case the worker is lost then.
 
 Asynchronous steps have one part, and servers apply it at once. A step starts only if at most k
 others are in flight, and none of them has been overtaken k times: by steps that were in flight when
@@ -451,9 +452,8 @@ class Driver:
             if self._staleness == 0:
                 self._commit = Committed(self._version, task.number, len(task.arguments))
                 self._version += 1
-                commit = [(self.incarnation, *self._commit)] * self._engine.num_servers
-                call = self._call_servers(self.incarnation, "commit", commit)
-                self._group.create_task(call)
+                if not all(result.is_committed for result in task.results.values()):
+                    self._send_commit()
             if self._snapshot_every:
                 self._finished.append(task)
         results = [task.results[part] for part in sorted(task.results)]
@@ -512,12 +512,20 @@ class Driver:
                 await self._call_servers(incarnation, "load", loads)
                 self._is_restoring &= incarnation != self.incarnation
             else:
+                self._send_commit()  # the commit of a worker may still be on its way
                 snapshots = await self._call_servers(incarnation, "snapshot", [()] * len(kept))
                 if snapshots is not None and incarnation == self.incarnation:
                     self.kept = [(old[0], *new) for old, new in zip(kept, snapshots, strict=True)]
                     self._finished.clear()
                     self._is_requested, self._num_server_losses = False, 0
             self._notify()
+
+    def _send_commit(self) -> None:
+        """Lets the servers commit the last synchronous step, unless they have."""
+        if self._commit is not None:
+            commits = [(self.incarnation, *self._commit)] * self._engine.num_servers
+            call = self._call_servers(self.incarnation, "commit", commits)
+            self._group.create_task(call)
 
     def _call_servers(
         self, incarnation: int, method: str, arguments: Sequence[tuple[Any, ...]]

@@ -153,10 +153,12 @@ class Rejected(NamedTuple):
     Attributes:
         reason: `not loaded`: the server has restarted; `other incarnation`: the servers have
             returned to a snapshot since, or this one has not yet; `late`: the step was committed
-            without this part.
+            without this part, or has been committed.
+        results: Of `late`: the task that was committed last, and the result of each of its parts.
     """
 
     reason: Literal["not loaded", "other incarnation", "late"]
+    results: tuple[int, dict[int, Any]] | None = None
 
 
 class Pulled(NamedTuple):
@@ -188,6 +190,7 @@ class Push(NamedTuple):
         changes: New minus pulled values, as buffers of the moving slices.
         rows: For each table, ids (int32, numbered as in the whole table, possibly repeated) and
             the gradients of their rows.
+        result: The result of the part: its worker may be lost after the commit.
     """
 
     incarnation: int
@@ -198,6 +201,7 @@ class Push(NamedTuple):
     gradients: Buffers
     changes: Buffers = ()
     rows: Mapping[str, tuple[np.ndarray, Any]] = {}
+    result: Any = None
 
 
 class Committed(NamedTuple):
@@ -270,9 +274,11 @@ class Result(NamedTuple):
 
     Attributes:
         value: What the function returned, in NumPy.
+        is_committed: Whether the worker has told the servers to commit the step.
     """
 
     value: Any
+    is_committed: bool = False
 
 
 class Raised(NamedTuple):

@@ -4,7 +4,6 @@ import bisect
 import collections
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -189,6 +188,7 @@ class Store:
         self._version = snapshot.version
         self._applied = Numbers(snapshot.applied)
         self._kept: dict[tuple[int, int], Push] = {}  # by task and part
+        self._results: tuple[int, dict[int, Any]] | None = None  # of the last commit
 
     def pull(
         self,
@@ -210,7 +210,7 @@ class Store:
         if commit is not None:
             self._commit(*commit)
         if step is not None and step < self._version:
-            return Rejected("late")
+            return Rejected("late", self._results)
         if step is not None and step > self._version:
             raise RuntimeError(
                 f"Step {step} cannot be pulled: this server is at version {self._version}, and the "
@@ -228,8 +228,7 @@ class Store:
         In synchronous mode they are kept until the commit. What arrives again is ignored.
 
         Raises:
-            ValueError: If the buffers do not have this server's shapes, or the weight is negative
-                or not finite.
+            ValueError: If the buffers do not have this server's shapes.
         """
         if (rejected := self._rejection(push.incarnation)) is not None:
             return rejected
@@ -328,8 +327,6 @@ class Store:
 
     def _checked(self, push: Push) -> Push:
         """Returns a push whose ids are numbered as the rows of the tables here."""
-        if not math.isfinite(push.weight) or push.weight < 0:
-            raise ValueError(f"`weight` must be a non-negative number, got {push.weight}.")
         for what, buffers, like in (
             ("gradients", push.gradients, self._values),
             ("changes", push.changes, self._moving),
@@ -355,7 +352,7 @@ class Store:
             raise RuntimeError(f"Step {step} cannot be committed: this server {what}.")
         # In the order of the parts, not of arrival: then the sum is the same in every run.
         self._apply([kept[part] for part in range(num_parts)], 0)
-        self._kept = {}
+        self._kept, self._results = {}, (task, {part: kept[part].result for part in kept})
 
     def _apply(self, pushes: Sequence[Push], staleness: int) -> None:
         """Applies the weighted mean of gradients as one update."""

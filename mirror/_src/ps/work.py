@@ -1,6 +1,7 @@
 """`Worker`: runs scheduled functions, and the parts of training steps. It does not know Ray."""
 
 import contextlib
+import math
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from typing import Any, final
 from mirror._src.ps.handles import RunningFunction, running
 from mirror._src.ps.messages import (
     Assignment,
+    Committed,
     Export,
     LostError,
     NotExportedError,
@@ -57,6 +59,8 @@ class Worker:
         self._exports: OrderedDict[int, Any] = OrderedDict()
         self._programs: OrderedDict[tuple[int, int], StepProgram] = OrderedDict()
         self._iterators: dict[int, Any] = {}
+        # The values of the next step, which are on their way: by incarnation and step.
+        self._ahead: dict[tuple[int, int | None], Callable[[], list[Any]]] = {}
 
     def run_function(self, assignment: Assignment, fn: Export, arguments: Any) -> Any:
         """Runs a function, and returns its `Result` or `Raised`."""
@@ -105,35 +109,53 @@ class Worker:
         weight_of = None if work.weight_of is None else self.load(work.weight_of)
         args, kwargs = self._loads(arguments)
         portion = None if weight_of is None else Portion(assignment.part, assignment.num_parts)
-        commit = assignment.commit and tuple(assignment.commit)
+        incarnation, task, step = assignment.incarnation, assignment.task, assignment.step
 
-        def pull(ids: ServerIds) -> Callable[[], list[Any]]:
-            arguments = [(assignment.incarnation, assignment.step, commit, own) for own in ids]
+        def pull(
+            ids: ServerIds, step: int | None = step, commit: Committed | None = assignment.commit
+        ) -> Callable[[], list[Any]]:
+            arguments = [(incarnation, step, commit and tuple(commit), own) for own in ids]
             return self._servers.call_all("pull", arguments)
 
-        must_wait = assignment.step is None or program.has_tables
+        no_ids: ServerIds = [{}] * program.num_servers
+        ahead = self._ahead.pop((incarnation, step), None)
+        self._ahead.clear()
+        must_wait = step is None or program.has_tables
         if not must_wait:  # the values of a synchronous step do not age
-            pulled_values = pull([{}] * program.num_servers)
+            pulled_values = ahead or pull(no_ids)
         batch = program.batch(args, kwargs, portion)
         if must_wait:
-            if assignment.step is None and program.must_compile(batch):
+            if step is None and program.must_compile(batch):
                 # What is computed with values from before a compilation would be as many updates
                 # late as the other workers make meanwhile.
                 program.compile(batch)
             pulled_values = pull(batch.ids)
         pulled = pulled_values()
-        if _is_late(pulled):
-            return Result(None)
-        result, *parts = program.run(batch, pulled, work.ordinal)
+        if (late := _late(pulled)) is not None:
+            # Its worker was lost after the commit; otherwise, this worker was believed lost.
+            committed, results = late.results or (None, {})
+            return Result(results[assignment.part] if committed == task else None)
+        result, gradients, changes, rows = program.run(batch, pulled, work.ordinal)
         value = as_numpy(result)
         weight = 1.0 if weight_of is None else float(weight_of(value))
-        names = assignment.incarnation, assignment.task, assignment.part
+        if not math.isfinite(weight) or weight < 0:
+            text = f"The weights of a batch must sum to a non-negative number, got {weight}."
+            raise ValueError(text)
+        names = incarnation, task, assignment.part
         pushes = [
-            Push(*names, values.version, weight, *each)
-            for values, each in zip(pulled, zip(*parts, strict=True), strict=True)
+            Push(*names, values.version, weight, own, moved, touched, value)
+            for values, own, moved, touched in zip(pulled, gradients, changes, rows, strict=True)
         ]
-        _is_late(self._servers.call_all("push", [(push,) for push in pushes])())
-        return Result(value)
+        replies = self._servers.call_all("push", [(push,) for push in pushes])
+        if step is None or program.has_tables or assignment.num_parts > 1:
+            _late(replies())
+            return Result(value)
+        if len(pushes) > 1:  # no server may commit before all have their gradients
+            _late(replies())
+        # The step is complete: servers update and send the values while its result travels.
+        self._ahead[incarnation, step + 1] = pull(no_ids, step + 1, Committed(step, task, 1))
+        _late(replies())
+        return Result(value, is_committed=True)
 
     def _program(self, work: StepWork) -> StepProgram:
         key = (work.fn.key, work.model.key)
@@ -176,11 +198,11 @@ class Worker:
         return Raised(None, text, lines)
 
 
-def _is_late(replies: list[Any]) -> bool:
-    """Whether a step was committed without this part.
+def _late(replies: list[Any]) -> Rejected | None:
+    """Returns the answer that a step has been committed, if any.
 
     Raises:
         LostError: If a server has other values, or none.
     """
     accepted = [require_accepted(server, reply) for server, reply in enumerate(replies)]
-    return any(isinstance(reply, Rejected) for reply in accepted)
+    return next((reply for reply in accepted if isinstance(reply, Rejected)), None)
