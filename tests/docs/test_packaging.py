@@ -281,7 +281,12 @@ def test_wheel_contains_the_packages_and_their_metadata(wheel):
         metadata = archive.read(f"mirror_jax-{mirror.__version__}.dist-info/METADATA").decode()
     roots = {name.split("/")[0] for name in names}
     assert roots == {"mirror", f"mirror_jax-{mirror.__version__}.dist-info"}
-    for file in ("py.typed", "_src/base/other_names.md", "_src/tools/commands.toml"):
+    for file in (
+        "py.typed",
+        "_src/base/other_names.md",
+        "_src/devices/gpus.toml",
+        "_src/tools/commands.toml",
+    ):
         assert f"mirror/{file}" in names
     for path in (fresh.ROOT / "mirror").rglob("*.py"):
         assert path.relative_to(fresh.ROOT).as_posix() in names

@@ -131,7 +131,7 @@ def strings_of(node: ast.AST, docstrings: set[ast.expr]) -> Iterator[Text]:
 def texts_of_toml(source: str) -> Iterator[Text]:
     """Yields the texts of the commands and of their options."""
     for table in tomllib.loads(source).values():
-        for option in (table, *table["options"].values()):
+        for option in (table, *table.get("options", {}).values()):
             for name in ("summary", "text", "end", "help"):
                 text = option.get(name, "")
                 yield Text("message", source.count("\n", 0, source.find(text[:20])) + 1, text)

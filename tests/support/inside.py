@@ -704,7 +704,7 @@ def described_gpus(name: str, count: int, hosts: int = 1) -> tuple[jax.Device, .
 
 def gpu_models() -> Iterable[str]:
     """The names of the GPUs that mirror describes, to compare the help and the pages."""
-    return described.GPU_MODELS
+    return described.gpu_models()
 
 
 def install_gpu_compiler(versions: dict[str, str], patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import jax
 from mirror._src.base.errors import InvalidDeviceError
 from mirror._src.base.tracebacks import line_of_user
 from mirror._src.devices import jax_options
-from mirror._src.devices.described import is_described, topology_of
+from mirror._src.devices.described import topology_of
 from mirror._src.devices.jax_options import GPU_PLATFORMS, PLATFORMS
 from mirror._src.devices.names import DeviceSpec, LogicalDevice, PhysicalDevice
 from mirror._src.devices.physical import CPU, list_physical_devices
@@ -264,7 +264,7 @@ def require_logical(device: jax.Device) -> jax.Device:
     Raises:
         InvalidDeviceError: If the device belongs to another process or is hidden.
     """
-    if is_described(device) or device in devices_of_type(type_of(device)):
+    if topology_of(device) or device in devices_of_type(type_of(device)):
         return device
     raise InvalidDeviceError(
         f"{device} is not available to this process: it belongs to another process, or "

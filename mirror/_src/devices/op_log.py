@@ -99,32 +99,26 @@ class _LogTrace(jax.core.Trace):
     def process_primitive(self, primitive: Any, args: Any, params: Any, /) -> Any:
         with set_current_trace(self._parent):
             outputs = self._parent.process_primitive(primitive, args, params)
-        if placement_log.on and not _thread.is_muted:
-            _log_op(primitive, args, params, outputs)
+        _log_op(primitive, args, params, outputs)
         return outputs
 
     def stage_value(self, value: Any) -> Any:
         """Moves a host value to a device."""
         with set_current_trace(self._parent):
             staged = self._parent.stage_value(value)
-        if staged is not value and placement_log.on and not _thread.is_muted:
+        if staged is not value:
             _log_placed("stage", [staged])
         return staged
 
     def process_call(self, *call: Any) -> Any:
         return self._parent.process_call(*call)
 
-    def process_custom_jvp_call(self, *call: Any, **_: Any) -> Any:
-        """Runs a `jax.custom_jvp` function, and logs its ops."""
-        _, fun, _, arguments = call
+    def process_custom_jvp_call(self, _: Any, fun: Any, *rest: Any, **__: Any) -> Any:
+        """Runs a function with a derivative of its own, and logs its ops."""
         with set_current_trace(self):
-            return fun.call_wrapped(*arguments)
+            return fun.call_wrapped(*rest[-1])
 
-    def process_custom_vjp_call(self, *call: Any, **_: Any) -> Any:
-        """Runs a `jax.custom_vjp` function, and logs its ops."""
-        _, fun, _, _, arguments = call
-        with set_current_trace(self):
-            return fun.call_wrapped(*arguments)
+    process_custom_vjp_call = process_custom_jvp_call
 
     def __getattr__(self, name: str) -> Any:
         """Forwards other attributes, such as `process_shard_map`, to JAX's trace."""
@@ -135,8 +129,7 @@ class _LogTrace(jax.core.Trace):
 
     def _process(self, process: Any, primitive: Any, *call: Any, **params: Any) -> Any:
         outputs = process(primitive, *call, **params)
-        if placement_log.on and not _thread.is_muted:
-            _log_op(primitive, call, params, list(outputs))
+        _log_op(primitive, call, params, list(outputs))
         return outputs
 
 
@@ -278,6 +271,8 @@ def _log_op(primitive: Any, args: Any, params: Any, outputs: Any) -> None:
 
 
 def _log_placed(name: str, arrays: list[jax.Array]) -> None:
+    if not placement_log.on or _thread.is_muted:
+        return
     devices = sorted({d for array in arrays for d in array.devices()}, key=lambda d: d.id)
     if devices:
         _logger.info("Executing op %s in %s", name, place(devices))

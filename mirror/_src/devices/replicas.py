@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mirror._src.base.types import REPLICA_AXIS, Array, num_bytes
 from mirror._src.devices.backend import names, type_of
-from mirror._src.devices.described import is_described
+from mirror._src.devices.described import topology_of
 from mirror._src.devices.transfer import (
     NoMesh,
     UnstackedArrays,
@@ -131,7 +131,7 @@ class ReplicaDevices:
         here = jax.process_index() if self.spans_processes else None
         ids = (i for i, d in enumerate(devices) if here is None or d.process_index == here)
         self.local_ids = tuple(ids)
-        self.only_compile = any(map(is_described, self.distinct))
+        self.only_compile = any(map(topology_of, self.distinct))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ReplicaDevices":
         return self  # copies of a `DataParallel` use the same devices
@@ -177,12 +177,12 @@ class ReplicaDevices:
         sharding = value.sharding
         if sharding is self.mirrored or sharding == self.mirrored:
             return True
-        return (
-            isinstance(sharding, NamedSharding)
-            and isinstance(sharding.mesh, Mesh)
-            and tuple(sharding.mesh.devices.flat) == self.on_mesh
-            and sharding.is_equivalent_to(self.mirrored, value.ndim)
-        )
+        return self._is_on_mesh(sharding) and sharding.is_equivalent_to(self.mirrored, value.ndim)
+
+    def _is_on_mesh(self, sharding: Any) -> bool:
+        """Whether the devices of a sharding are these, in replica order."""
+        is_named = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
+        return is_named and tuple(sharding.mesh.devices.flat) == self.on_mesh
 
     @functools.cached_property
     def _shardings(self) -> dict[Kind, NamedSharding]:
@@ -205,15 +205,11 @@ class ReplicaDevices:
 
     def is_sharded(self, value: Array) -> bool:
         """Whether each device stores one slice of the array, in replica order."""
-        sharding = value.sharding
-        if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        sharding: Any = value.sharding
+        if not self._is_on_mesh(sharding):
             return False
-        axes = [axis for axis, name in enumerate(sharding.spec) if name is not None]
-        return (
-            len(axes) == 1
-            and sharding.spec[axes[0]] in (self.axis_name, (self.axis_name,))
-            and tuple(sharding.mesh.devices.flat) == self.on_mesh
-        )
+        names = [name for name in sharding.spec if name is not None]
+        return names in ([self.axis_name], [(self.axis_name,)])
 
     def shard(self, value: Any, axis: int) -> Array:
         """Returns a copy sharded along `axis`: each device stores one slice."""
