@@ -35,9 +35,9 @@ from mirror._src.strategy.mirrored import MirroredStrategy as MirroredStrategy
 from mirror._src.strategy.mirrored import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
-from mirror._src.strategy.mirrored import OneDeviceStrategy as OneDeviceStrategy
 from mirror._src.strategy.mirrored import get_replica_context as get_replica_context
 from mirror._src.strategy.mirrored import get_strategy as get_strategy
+from mirror._src.strategy.strategy import OneDeviceStrategy as OneDeviceStrategy
 from mirror._src.strategy.strategy import Strategy as Strategy
 from mirror._src.strategy.strategy import ValueContext as ValueContext
 from mirror._src.training.checkpoints.directory import load_checkpoint as load_checkpoint

@@ -25,9 +25,8 @@ from mirror._src.ps.server import cluster_of
 from mirror._src.ps.sparse import SparseTables
 from mirror._src.ps.training import ServedSteps, ServedTraining, has_tables
 from mirror._src.ps.variables import ServerVariable
-from mirror._src.strategy.mirrored import OneDeviceStrategy
 from mirror._src.strategy.scope import Scope
-from mirror._src.strategy.strategy import Strategy
+from mirror._src.strategy.strategy import OneDeviceStrategy, Strategy
 from mirror._src.training.runners import RemoteStrategy, StepRunner, Training
 
 

@@ -1,4 +1,4 @@
-"""`MirroredStrategy`, also for several processes and for one device, and the default strategy."""
+"""`MirroredStrategy`, also for several processes, and the default strategy."""
 
 import functools
 import logging
@@ -20,17 +20,13 @@ from mirror._src.cluster.resolvers import ClusterResolver
 from mirror._src.cluster.start import visible_devices
 from mirror._src.devices import backend
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.devices.resolve import (
-    DeviceLike,
-    canonicalize_device,
-    canonicalize_replica_devices,
-)
+from mirror._src.devices.resolve import DeviceLike, canonicalize_replica_devices
 from mirror._src.devices.settings import first_devices, raise_num_cpu_threads, warn_about_threads
-from mirror._src.engine.all_reduce import AllReduce, ReductionToOneDevice
+from mirror._src.engine.all_reduce import AllReduce
 from mirror._src.engine.choice import default_ops, reduce_device, slice_bytes
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
 from mirror._src.engine.replica_context import ReplicaContext, current_frame
-from mirror._src.strategy.strategy import Strategy, strategies
+from mirror._src.strategy.strategy import OneDeviceStrategy, Strategy, require_axis_name, strategies
 
 _logger = logging.getLogger("mirror")
 _SHARDS = " or ".join(map(repr, get_args(Shard)))
@@ -113,10 +109,7 @@ class MirroredStrategy(Strategy):
         if shard not in get_args(Shard):
             fix = 'Pass shard="optimizer" to store 1/n of the optimizer state on each device.'
             raise ValueError(expected("shard", shard, _SHARDS, fix))
-        require_int("replicas_per_device", replicas_per_device)
-        require_axis_name(axis_name)
-        if replicas is not None:
-            require_can_fix(replicas, replicas_per_device, cross_device_ops)
+        require_replicas(replicas, replicas_per_device, axis_name, cross_device_ops)
         if isinstance(devices, int | np.integer) and not isinstance(devices, bool):
             distinct = first_devices(int(devices))
         else:
@@ -164,68 +157,20 @@ class MirroredStrategy(Strategy):
             axis_name=self._replicas.axis_name,
         )
 
-    def _make_single_replica(self) -> Strategy:
-        return OneDeviceStrategy(self.devices[0], axis_name=self._replicas.axis_name)
 
-    def _make_one_per_device(self) -> Strategy:
-        ops = self._cross_device_ops
-        # Other implementations may not be exact, so that they could hide a difference.
-        is_exact = isinstance(ops, AllReduce | ReductionToOneDevice)
-        if is_exact and self._replicas.replicas_per_device == 1:
-            return self
-        return MirroredStrategy(
-            self._replicas.distinct,
-            ops if is_exact else ReductionToOneDevice(),
-            axis_name=self._replicas.axis_name,
-            shard=self._shard,
-        )
-
-
-@set_module("mirror")
-@final
-class OneDeviceStrategy(Strategy):
-    """Strategy with one replica on one device; values have the same types as with n replicas.
-
-    Args:
-        device: A `jax.Device`, or a name such as `"/gpu:0"`.
-        axis_name: Name of the replica axis inside steps; see `MirroredStrategy`.
-
-    Raises:
-        ValueError: If `device` is not a device name, or `axis_name` is empty.
-        InvalidDeviceError: If the machine does not have the device.
-
-    >>> OneDeviceStrategy("/cpu:1").devices
-    (CpuDevice(id=1),)
-    """
-
-    def __init__(self, device: DeviceLike, *, axis_name: str = REPLICA_AXIS) -> None:
-        require_axis_name(axis_name)
-        replicas = ReplicaDevices((canonicalize_device(device),), axis_name=axis_name)
-        super().__init__(replicas, AllReduce())
-
-    def _make_single_replica(self) -> Strategy:
-        return OneDeviceStrategy(self.devices[0], axis_name=self._replicas.axis_name)
-
-    def _make_one_per_device(self) -> Strategy:
-        return self
-
-
-def require_axis_name(name: object) -> None:
-    """Rejects an `axis_name` that is not a non-empty string."""
-    if not isinstance(name, str):
-        fix = "Pass the name that collectives in the step use, e.g. axis_name='batch'."
-        raise TypeError(expected("axis_name", name, "a string", fix))
-    if not name:
-        raise ValueError("`axis_name` must not be empty. Pass a name, e.g. axis_name='batch'.")
-
-
-def require_can_fix(replicas: int, replicas_per_device: int, ops: CrossDeviceOps | None) -> None:
-    """Rejects arguments that do not go with a fixed number of replicas; prepares the threads."""
+def require_replicas(
+    replicas: int | None, per_device: int, axis_name: object, ops: CrossDeviceOps | None
+) -> None:
+    """Rejects wrong numbers of replicas; prepares the threads for a fixed number of them."""
+    require_int("replicas_per_device", per_device)
+    require_axis_name(axis_name)
+    if replicas is None:
+        return
     require_int("replicas", replicas)
-    if replicas_per_device != 1:
+    if per_device != 1:
         raise ValueError(
-            f"Pass replicas={replicas} or replicas_per_device={replicas_per_device}, not both: the "
-            "first fixes the number of replicas, whatever the number of devices is."
+            f"Pass replicas={replicas} or replicas_per_device={per_device}, not both: the first "
+            "fixes the number of replicas, whatever the number of devices is."
         )
     if ops is not None and not isinstance(ops, AllReduce):
         raise ValueError(
@@ -400,12 +345,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         replicas_per_device: int = 1,
         axis_name: str = REPLICA_AXIS,
     ) -> None:
-        require_int("replicas_per_device", replicas_per_device)
-        require_axis_name(axis_name)
-        if replicas is not None:
-            require_can_fix(replicas, replicas_per_device, cross_device_ops)
+        require_replicas(replicas, replicas_per_device, axis_name, cross_device_ops)
         start.initialize(cluster_resolver)
-        distinct = _devices()
+        is_alone = store.process_count() == 1
+        distinct = backend.default_devices() if is_alone else _devices_of_job()
         if replicas is not None:
             replicas_per_device = _turns(replicas, distinct)
         devices = tuple(d for d in distinct for _ in range(replicas_per_device))
@@ -429,16 +372,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         """Number of processes."""
         return len({device.process_index for device in self.devices})
 
-    def _make_single_replica(self) -> Strategy:
-        return OneDeviceStrategy(self.local_devices[0], axis_name=self._replicas.axis_name)
-
-    def _make_one_per_device(self) -> Strategy:
-        # Another implementation may not be exact, so that it could hide a difference.
-        is_exact = isinstance(self._cross_device_ops, AllReduce)
-        if is_exact and self._replicas.replicas_per_device == 1:
-            return self
-        return MultiWorkerMirroredStrategy(None, AllReduce(), axis_name=self._replicas.axis_name)
-
 
 def _turns(replicas: int, devices: Sequence[jax.Device]) -> int:
     """Returns the number of replicas on each device of a job.
@@ -461,6 +394,7 @@ def _turns(replicas: int, devices: Sequence[jax.Device]) -> int:
 
 @functools.cache
 def _devices_of_job() -> tuple[jax.Device, ...]:
+    """Returns the visible devices of all processes."""
     devices = visible_devices(time.monotonic() + start.agreement_secs())
     replicas = ReplicaDevices(devices)
     if replicas.on_host:
@@ -488,8 +422,3 @@ def _connect(replicas: ReplicaDevices) -> None:
             "machine must reach the others at the address of their host names; look at "
             "/etc/hosts, firewalls, and at the output of the other processes."
         ) from error
-
-
-def _devices() -> tuple[jax.Device, ...]:
-    """Returns the visible devices of all processes."""
-    return backend.default_devices() if store.process_count() == 1 else _devices_of_job()

@@ -19,7 +19,7 @@ from mirror._src.devices.launches import Described
 from mirror._src.devices.replicas import Kind, ReplicaDevices
 from mirror._src.devices.transfer import ENABLE_64_BITS, any_deleted, require_fits
 from mirror._src.engine.in_step import bind_all_reduce
-from mirror._src.engine.nnx.structure import OBJECTS
+from mirror._src.engine.nnx.structure import is_object
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 from mirror._src.engine.reduce_op import ReduceOp, prepare, wrapped
 from mirror._src.engine.replica_context import current_frame
@@ -46,11 +46,11 @@ _ARRAY, _OBJECT = object(), object()
 
 def _split(tree: Any) -> tuple[_Parts, list[Any]]:
     """Returns a tree without its arrays, and the arrays, first the ones in nnx objects."""
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, OBJECTS))
-    graphdef, state = nnx.split([leaf for leaf in leaves if isinstance(leaf, OBJECTS)])
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_object)
+    graphdef, state = nnx.split([leaf for leaf in leaves if is_object(leaf)])
     arrays = jax.tree.leaves(state)
     for i, leaf in enumerate(leaves):
-        if isinstance(leaf, OBJECTS):
+        if is_object(leaf):
             leaves[i] = _OBJECT
         elif isinstance(leaf, jax.Array | np.ndarray):
             arrays.append(leaf)
@@ -85,17 +85,13 @@ def create(
     launch(program, placed, outputs, described, bounded=bounded, compiles=True)
     wait_for(outputs)
     count = len(outputs) - len(arrays) - 1
-    before = [x for x in jax.tree.leaves((args, kwargs), is_leaf=_is_object) if _is_object(x)]
+    before = [x for x in jax.tree.leaves((args, kwargs), is_leaf=is_object) if is_object(x)]
     if before:
         new = given.joined(outputs[count:-1])
-        after = [x for x in jax.tree.leaves(new, is_leaf=_is_object) if _is_object(x)]
+        after = [x for x in jax.tree.leaves(new, is_leaf=is_object) if is_object(x)]
         for old, advanced in zip(before, after, strict=True):
             nnx.update(old, nnx.state(advanced))
     return made[0].joined(outputs[:count])
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, OBJECTS)
 
 
 Axes = tuple[int, ...] | None
@@ -134,11 +130,10 @@ def reduction(op: ReduceOp, axis: Axes, is_checked: bool) -> Callable[..., PyTre
     def reduce_tree(
         value: PyTree, where: Array | None, masks: list[Array | None] | None
     ) -> tuple[PyTree, list[Array | None]]:
-        treedef: Any
         leaves, treedef = jax.tree.flatten(value)
         pairs = list(zip(leaves, masks or [where] * len(leaves), strict=True))
         estimates = list(itertools.starmap(estimate, pairs))
-        return treedef.unflatten(itertools.starmap(reduce_leaf, pairs)), estimates
+        return jax.tree.unflatten(treedef, itertools.starmap(reduce_leaf, pairs)), estimates
 
     reduce_tree.__name__ = "reduce"  # in logs and profiles
     return reduce_tree
@@ -161,9 +156,8 @@ def gathering(axis: int) -> Callable[..., PyTree]:
         return joined if selected is None else jnp.take(joined, selected, axis)
 
     def gather_tree(value: PyTree, selected: list[Array | None]) -> PyTree:
-        treedef: Any
         leaves, treedef = jax.tree.flatten(value)
-        return treedef.unflatten(map(gather_leaf, leaves, selected))
+        return jax.tree.unflatten(treedef, map(gather_leaf, leaves, selected))
 
     gather_tree.__name__ = "gather"
     return gather_tree
@@ -235,7 +229,6 @@ def reduced_arguments(value: PyTree, where: Any, axes: Axes) -> tuple[Any, Any, 
         ValueError: If the shapes of a value differ along other axes than `axes`, or `where` does
             not match it.
     """
-    treedef: Any
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
     if not any(map(_is_unequal, leaves)):
         return value, where, None
@@ -244,7 +237,7 @@ def reduced_arguments(value: PyTree, where: Any, axes: Axes) -> tuple[Any, Any, 
     ]
     fix = "Reduce over the axis that differs as well: strategy.reduce(op, x, axis=0)."
     padded = [_padded_along("reduce", leaf, axes or (), fix) for leaf in leaves]
-    return treedef.unflatten(padded), None, masks
+    return jax.tree.unflatten(treedef, padded), None, masks
 
 
 def _masks(value: PerReplica, where: Any) -> list[np.ndarray]:
@@ -267,12 +260,11 @@ def gathered_arguments(value: PyTree, axis: int) -> tuple[PyTree, list[np.ndarra
     Raises:
         ValueError: If the shapes of a value differ along other axes.
     """
-    treedef: Any
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_per_replica)
     fix = f"Pad them, except along axis {axis}, or use another axis: strategy.gather(x, axis=0)."
     padded = [_padded_along("gather", leaf, (axis,), fix) for leaf in leaves]
     selected = [_examples(leaf, axis) if _is_unequal(leaf) else None for leaf in leaves]
-    return treedef.unflatten(padded), selected
+    return jax.tree.unflatten(treedef, padded), selected
 
 
 def _examples(value: PerReplica, axis: int) -> np.ndarray:

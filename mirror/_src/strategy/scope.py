@@ -7,7 +7,6 @@ every device would hold the whole model before the first step. Flax has no hook 
 
 import contextlib
 import functools
-from types import TracebackType
 from typing import Any, Generic, TypeVar, final
 
 import jax
@@ -96,12 +95,7 @@ class Scope(Generic[S]):
         enter_scope(strategy, self._devices)
         return self._shown
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             if error is None:
                 exit_scope(self._strategy, self._devices)

@@ -13,8 +13,11 @@ from typing import (
     NamedTuple,
     Never,
     NoReturn,
+    Required,
     Self,
+    TypedDict,
     TypeVar,
+    Unpack,
     final,
     overload,
 )
@@ -28,7 +31,7 @@ from mirror._src.base.public_names import set_module
 from mirror._src.base.supported import warn_about_jax
 from mirror._src.base.terminal import Table
 from mirror._src.base.tracebacks import api_boundary, hide_internal_frames
-from mirror._src.base.types import A, Array, K, PyTree, Shard, StepFunction, Unknown
+from mirror._src.base.types import REPLICA_AXIS, A, Array, K, PyTree, Shard, StepFunction, Unknown
 from mirror._src.base.unknown_names import unknown_attribute
 from mirror._src.cluster.store import process_count, process_index
 from mirror._src.data.distribute import (
@@ -41,7 +44,9 @@ from mirror._src.data.foreign import copied
 from mirror._src.data.input import InputMode
 from mirror._src.devices import backend
 from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.devices.resolve import DeviceLike, canonicalize_device
 from mirror._src.devices.transfer import copies_of, move, require_fits
+from mirror._src.engine.all_reduce import AllReduce, ReductionToOneDevice
 from mirror._src.engine.arguments import canonical_argnums, require_call
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
 from mirror._src.engine.in_step import stack
@@ -70,9 +75,9 @@ from mirror._src.strategy.reductions import (
 from mirror._src.strategy.scope import Scope
 
 _MOST_NAMES = 8
+"""Number of devices that `str(strategy)` names."""
 strategies: "weakref.WeakSet[Strategy]" = weakref.WeakSet()
 """The strategies of this process, for a warning about a `Trainer` that uses none of them."""
-"""Number of devices that `str(strategy)` names."""
 
 T = TypeVar("T")
 
@@ -92,6 +97,22 @@ class ValueContext(NamedTuple):
 
     replica_id_in_sync_group: int
     num_replicas_in_sync: int
+
+
+class _Even(TypedDict, total=False):
+    """Options of `Strategy.distribute_dataset` with which a batch has no mask."""
+
+    input: InputMode
+    remainder: Literal["error", "drop"]
+    prefetch: int
+
+
+class _Padded(TypedDict, total=False):
+    """Options of `Strategy.distribute_dataset` with which each batch has a mask."""
+
+    input: InputMode
+    remainder: Required[Literal["pad"]]
+    prefetch: int
 
 
 @set_module("mirror")
@@ -123,7 +144,6 @@ class Strategy(abc.ABC):
         strategies.add(self)
         self._single_replica: Strategy | None = None
         self._on_one_device: Runner | None = None
-        self._one_per_device: Strategy | None = None
         self._runner.on_new_step = functools.partial(warn_if_different, self._single_runner)
 
     @property
@@ -408,11 +428,10 @@ class Strategy(abc.ABC):
         """
         if (frame := current_frame()) is not None and frame.replica is not None:
             require_cross_replica(self, "local_results", "The value is this replica's.")
-        treedef: Any
         leaves, treedef = jax.tree.flatten(unwrapped(value), is_leaf=is_per_replica)
         columns = [self._local_values(leaf) for leaf in leaves]
         return tuple(
-            treedef.unflatten([column[i] for column in columns])
+            jax.tree.unflatten(treedef, [column[i] for column in columns])
             for i in range(len(self.local_replica_ids))
         )
 
@@ -420,62 +439,32 @@ class Strategy(abc.ABC):
     # arrays, pyright takes the batches of an untyped loader for arrays if it is in a union.
     @overload
     def distribute_dataset(
-        self,
-        dataset: Iterable[Unknown],
-        *,
-        input: Literal["global", "local"] = "global",
-        remainder: Literal["error", "drop"] = "error",
-        prefetch: int = 2,
+        self, dataset: Iterable[Unknown], **options: Unpack[_Even]
     ) -> DistributedDataset[Any]: ...
 
     @overload
     def distribute_dataset(
-        self,
-        dataset: Iterable[dict[K, A]],
-        *,
-        input: Literal["global", "local"] = "global",
-        remainder: Literal["error", "drop"] = "error",
-        prefetch: int = 2,
+        self, dataset: Iterable[dict[K, A]], **options: Unpack[_Even]
     ) -> DistributedDataset[dict[K, PerReplica]]: ...
 
     @overload
     def distribute_dataset(
-        self,
-        dataset: Iterable[PyTree],
-        *,
-        input: Literal["global", "local"] = "global",
-        remainder: Literal["error", "drop"] = "error",
-        prefetch: int = 2,
+        self, dataset: Iterable[PyTree], **options: Unpack[_Even]
     ) -> DistributedDataset[Any]: ...
 
     @overload
     def distribute_dataset(
-        self,
-        dataset: Iterable[Unknown],
-        *,
-        input: Literal["global", "local"] = "global",
-        remainder: Literal["pad"],
-        prefetch: int = 2,
+        self, dataset: Iterable[Unknown], **options: Unpack[_Padded]
     ) -> DistributedDataset[tuple[Any, PerReplica]]: ...
 
     @overload
     def distribute_dataset(
-        self,
-        dataset: Iterable[dict[K, A]],
-        *,
-        input: Literal["global", "local"] = "global",
-        remainder: Literal["pad"],
-        prefetch: int = 2,
+        self, dataset: Iterable[dict[K, A]], **options: Unpack[_Padded]
     ) -> DistributedDataset[tuple[dict[K, PerReplica], PerReplica]]: ...
 
     @overload
     def distribute_dataset(
-        self,
-        dataset: Iterable[PyTree],
-        *,
-        input: Literal["global", "local"] = "global",
-        remainder: Literal["pad"],
-        prefetch: int = 2,
+        self, dataset: Iterable[PyTree], **options: Unpack[_Padded]
     ) -> DistributedDataset[tuple[Any, PerReplica]]: ...
 
     @final
@@ -595,19 +584,16 @@ class Strategy(abc.ABC):
         require_callable("fn", fn, "Pass a function of a ValueContext: lambda context: value.")
         n, ids = self.num_replicas_in_sync, self.local_replica_ids
         trees = [copied(fn(ValueContext(i, n))) for i in ids]  # `fn` may refill one buffer
-        treedef: Any
-        treedef = jax.tree.structure(trees[0])
+        first: Any = jax.tree.structure(trees[0])
         for i, tree in zip(ids, trees, strict=True):
-            if jax.tree.structure(tree) != treedef:
+            if jax.tree.structure(tree) != first:
                 raise ValueError(
-                    f"`fn` returned {jax.tree.structure(tree)} for replica {i}, but {treedef} for "
+                    f"`fn` returned {jax.tree.structure(tree)} for replica {i}, but {first} for "
                     f"replica {ids[0]}. Return the same structure for every replica."
                 )
-        for i, tree in enumerate(trees):
             for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
                 require_fits(f"fn(replica {i}){keys(path)}", leaf)
-        columns = zip(*map(jax.tree.leaves, trees), strict=True)
-        return treedef.unflatten([on_local_replicas(list(c), self._replicas) for c in columns])
+        return jax.tree.map(lambda *values: on_local_replicas(list(values), self._replicas), *trees)
 
     @final
     @api_boundary
@@ -632,9 +618,7 @@ class Strategy(abc.ABC):
         >>> strategy.check_mirrored({"w": w})
         """
         require_cross_replica(self, "check_mirrored", "Call it after the step.")
-        if self._one_per_device is None:
-            self._one_per_device = self._make_one_per_device()
-        check_mirrored(self._one_per_device._runner, tree)
+        check_mirrored(self._runner_per_device, tree)
 
     @final
     @api_boundary
@@ -785,18 +769,27 @@ class Strategy(abc.ABC):
         runners = Runners(self._runner, scratch, self._single_runner())
         return explain(runners, fn, args, kwargs, data, steps)
 
-    @abc.abstractmethod
-    def _make_single_replica(self) -> "Strategy":
-        """Creates a strategy with one replica on the first device, for comparison."""
-
-    @abc.abstractmethod
-    def _make_one_per_device(self) -> "Strategy":
-        """Creates a strategy with one replica per device, as a device has one copy of an array."""
-
     def _single_runner(self) -> Runner:
+        """The runner of one replica on the first device, for comparison."""
         if self._single_replica is None:
-            self._single_replica = self._make_single_replica()
+            device, axis_name = self.local_devices[0], self._replicas.axis_name
+            self._single_replica = OneDeviceStrategy(device, axis_name=axis_name)
         return self._single_replica._runner
+
+    @functools.cached_property
+    def _runner_per_device(self) -> Runner:
+        """The runner of one replica per device, as a device has one copy of an array."""
+        replicas, ops = self._replicas, self._cross_device_ops
+        # Other implementations may not be exact, so that they could hide a difference.
+        is_exact = isinstance(ops, AllReduce | ReductionToOneDevice)
+        if is_exact and replicas.replicas_per_device == 1:
+            return self._runner
+        if not is_exact:
+            ops = AllReduce() if replicas.spans_processes else ReductionToOneDevice()
+        once = ReplicaDevices(replicas.distinct, replicas.on_mesh[0], replicas.axis_name)
+        self._one_per_device = object.__new__(type(self))
+        Strategy.__init__(self._one_per_device, once, ops)
+        return self._one_per_device._runner
 
     def _runner_in_turn(self) -> Runner | None:
         """The runner of a fixed number of replicas on one device; None if there is no other."""
@@ -867,3 +860,35 @@ class Strategy(abc.ABC):
     @property
     def _table(self) -> Table:
         return device_table(self.devices)
+
+
+@set_module("mirror")
+@final
+class OneDeviceStrategy(Strategy):
+    """Strategy with one replica on one device; values have the same types as with n replicas.
+
+    Args:
+        device: A `jax.Device`, or a name such as `"/gpu:0"`.
+        axis_name: Name of the replica axis inside steps; see `MirroredStrategy`.
+
+    Raises:
+        ValueError: If `device` is not a device name, or `axis_name` is empty.
+        InvalidDeviceError: If the machine does not have the device.
+
+    >>> OneDeviceStrategy("/cpu:1").devices
+    (CpuDevice(id=1),)
+    """
+
+    def __init__(self, device: DeviceLike, *, axis_name: str = REPLICA_AXIS) -> None:
+        require_axis_name(axis_name)
+        replicas = ReplicaDevices((canonicalize_device(device),), axis_name=axis_name)
+        super().__init__(replicas, AllReduce())
+
+
+def require_axis_name(name: object) -> None:
+    """Rejects an `axis_name` that is not a non-empty string."""
+    if not isinstance(name, str):
+        fix = "Pass the name that collectives in the step use, e.g. axis_name='batch'."
+        raise TypeError(expected("axis_name", name, "a string", fix))
+    if not name:
+        raise ValueError("`axis_name` must not be empty. Pass a name, e.g. axis_name='batch'.")
