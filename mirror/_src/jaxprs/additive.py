@@ -9,6 +9,7 @@ operation that the pass does not know depend on every operand in an unknown way.
 import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mirror._src.jaxprs.collective_eqns import is_stateful
 from mirror._src.jaxprs.equations import Interpreter, is_ref, with_inner
-from mirror._src.jaxprs.primitives import PASSING
+from mirror._src.jaxprs.primitives import PASSING, dtype_of, shape_of
 
 
 class Dependence(enum.Enum):
@@ -57,17 +58,18 @@ def dependence(
     jaxpr = program.jaxpr
     marks: list[_Marks] = [_NONE] * len(jaxpr.invars)
     for index in inputs:
-        is_number = jnp.issubdtype(_aval(jaxpr.invars[index]).dtype, jnp.number)
+        is_number = jnp.issubdtype(dtype_of(jaxpr.invars[index]), jnp.number)
         marks[index] = {index: Dependence.ADDED if is_number else Dependence.OTHER}
     after = _Pass().call(program, marks)
     dependences = []
     for index, output in zip(inputs, outputs, strict=True):
-        same_shape = _aval(jaxpr.invars[index]).shape == _aval(jaxpr.outvars[output]).shape
+        same_shape = shape_of(jaxpr.invars[index]) == shape_of(jaxpr.outvars[output])
         mark = after[output] if same_shape else _other(after[output])
         dependences.append(mark.get(index, Dependence.INDEPENDENT))
     return dependences
 
 
+@dataclass(eq=False)
 class _Pass(Interpreter[_Marks]):
     """Dependence pass over a program.
 
@@ -76,10 +78,8 @@ class _Pass(Interpreter[_Marks]):
         stored: Inputs that state outside the values depends on: a `Ref`, or the host.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.control: frozenset[int] = frozenset()
-        self.stored: frozenset[int] = frozenset()
+    control: frozenset[int] = frozenset()
+    stored: frozenset[int] = frozenset()
 
     def constant(self, _: Any) -> _Marks:
         return _NONE
@@ -137,7 +137,7 @@ def _sum(eqn: JaxprEqn, marks: Sequence[_Marks], terms: Sequence[int]) -> _Marks
     (out,) = eqn.outvars
     for term in terms:
         others = _inputs(mark for i, mark in enumerate(marks) if i != term)
-        if _aval(eqn.invars[term]).shape == _aval(out).shape:
+        if shape_of(eqn.invars[term]) == shape_of(out):
             result.update((k, how) for k, how in marks[term].items() if k not in others)
     return result
 
@@ -163,7 +163,8 @@ def _other(inputs: Iterable[int]) -> _Marks:
 
 def _keeps_elements(eqn: JaxprEqn) -> bool:
     """Whether the result has the elements of the only operand, in row-major order."""
-    before, after = _aval(eqn.invars[0]), _aval(eqn.outvars[0])
+    before: Any = eqn.invars[0].aval
+    after: Any = eqn.outvars[0].aval
     if before.size != after.size or before.dtype != after.dtype:
         return False
     return eqn.primitive.name != "reshape" or eqn.params["dimensions"] is None
@@ -171,13 +172,8 @@ def _keeps_elements(eqn: JaxprEqn) -> bool:
 
 def _overwrites(eqn: JaxprEqn) -> bool:
     """Whether a `scatter` replaces its whole operand, as `x[...] = y` does."""
-    operand, _, updates = map(_aval, eqn.invars)
-    numbers = eqn.params["dimension_numbers"]
-    window = len(numbers.update_window_dims) == len(updates.shape)
-    whole = window and operand.shape == updates.shape and operand.dtype == updates.dtype
-    return whole and not numbers.scatter_dims_to_operand_dims
-
-
-def _aval(atom: Any) -> Any:
-    """Returns the abstract value of an operand or result."""
-    return atom.aval
+    operand, _, updates = eqn.invars
+    numbers, shape = eqn.params["dimension_numbers"], shape_of(updates)
+    is_whole = len(numbers.update_window_dims) == len(shape) and shape_of(operand) == shape
+    is_same = is_whole and dtype_of(operand) == dtype_of(updates)
+    return is_same and not numbers.scatter_dims_to_operand_dims

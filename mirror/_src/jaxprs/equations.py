@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -15,18 +16,21 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from mirror._src.base.tracebacks import is_users, place
 from mirror._src.jaxprs.primitives import CALL, SIMPLE, Kind, of_kind
 
-_NO_LINE = "an unknown line"
+NO_LINE = "an unknown line"
+
+
+def _frames(eqn: JaxprEqn) -> list[traceback.FrameSummary]:
+    """Returns the calls in which an operation was traced, outermost first."""
+    frames = eqn.source_info.traceback
+    return [] if frames is None else traceback.extract_tb(frames.as_python_traceback())
 
 
 def user_line(eqn: JaxprEqn) -> str:
     """Returns the line of the user's code that an operation comes from: `train.py:42 in step`."""
-    frames = eqn.source_info.traceback
-    if frames is None:
-        return _NO_LINE
-    for frame in reversed(traceback.extract_tb(frames.as_python_traceback())):
+    for frame in reversed(_frames(eqn)):
         if is_users(frame.filename):
             return f"{place(frame.filename, frame.lineno)} in {frame.name}"
-    return _NO_LINE
+    return NO_LINE
 
 
 def line_within(eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> str:
@@ -35,7 +39,7 @@ def line_within(eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> str:
     JAX traces its own functions once and records only the first caller.
     """
     for outer in reversed(around):
-        if user_line(eqn) != _NO_LINE:
+        if user_line(eqn) != NO_LINE:
             break
         eqn = outer
     return user_line(eqn)
@@ -43,11 +47,8 @@ def line_within(eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> str:
 
 def is_within_file(eqn: JaxprEqn, suffixes: tuple[str, ...]) -> bool:
     """Whether an operation was called, directly or not, in a file whose path ends like this."""
-    frames = eqn.source_info.traceback
-    if frames is None:
-        return False
-    found = traceback.extract_tb(frames.as_python_traceback())
-    return any(frame.filename.replace("\\", "/").endswith(suffixes) for frame in found)
+    files = (frame.filename.replace("\\", "/") for frame in _frames(eqn))
+    return any(file.endswith(suffixes) for file in files)
 
 
 T = TypeVar("T")
@@ -186,6 +187,7 @@ def solve_of(eqn: JaxprEqn, values: Sequence[Any]) -> tuple[ClosedJaxpr, list[An
     return eqn.params["jaxprs"].solve, [*consts, *rest]
 
 
+@dataclass(eq=False)
 class Interpreter(abc.ABC, Generic[T]):
     """Base class of passes that find facts about each value of a program.
 
@@ -196,8 +198,7 @@ class Interpreter(abc.ABC, Generic[T]):
         within: The operations whose inner program is evaluated, outermost first.
     """
 
-    def __init__(self) -> None:
-        self.within: list[JaxprEqn] = []
+    within: list[JaxprEqn] = field(default_factory=list, init=False)
 
     @abc.abstractmethod
     def constant(self, value: Any) -> T:

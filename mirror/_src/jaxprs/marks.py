@@ -5,7 +5,7 @@
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.extend.core import Primitive
@@ -120,8 +120,7 @@ def ensure_mirrored(tree: PyTree) -> PyTree:
     ...     grads = mirror.all_reduce("mean", grads)
     ...     return mirror.ensure_mirrored({"w": weights["w"] - 0.1 * grads["w"]})
     """
-    treedef: Any
     leaves, treedef = jax.tree.flatten(tree)
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     names = tuple(jax.tree_util.keystr(path) or "the value" for path, _ in paths)
-    return treedef.unflatten(ensured_p.bind(*leaves, names=names) if leaves else leaves)
+    return jax.tree.unflatten(treedef, ensured_p.bind(*leaves, names=names) if leaves else leaves)

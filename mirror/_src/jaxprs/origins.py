@@ -8,7 +8,7 @@ all-reduce. Any other noise, as in dropout and augmentation, needs a key per rep
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
@@ -75,6 +75,7 @@ class _Facts(NamedTuple):
     carried: _Lines = frozenset()
 
 
+@dataclass(eq=False)
 class _NoisePass(StraightInterpreter[_Facts]):
     """Search in one program. Noise inside loops and branches does not count as summed.
 
@@ -83,10 +84,8 @@ class _NoisePass(StraightInterpreter[_Facts]):
         other: Lines of the noise that is used in another way.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.summed: set[str] = set()
-        self.other: set[str] = set()
+    summed: set[str] = field(default_factory=set)
+    other: set[str] = field(default_factory=set)
 
     def constant(self, _: Any) -> _Facts:
         return _Facts()
@@ -226,6 +225,7 @@ class _Value:
         return line_within(self.eqn, self.within)
 
 
+@dataclass(eq=False)
 class _Pass(StraightInterpreter[_Value]):
     """Records the values of one program. Loops and branches are operations.
 
@@ -233,9 +233,7 @@ class _Pass(StraightInterpreter[_Value]):
         values: The results of all operations, in order.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.values: list[_Value] = []
+    values: list[_Value] = field(default_factory=list)
 
     def constant(self, _: Any) -> _Value:
         return _Value()
@@ -274,10 +272,9 @@ def activation_of(program: ClosedJaxpr | Jaxpr, name: str) -> str | None:
         assert value.eqn is not None
         if value.name == "name" and value.eqn.params["name"] == name:
             return _activation(value.operands[0])
-        if called(value.eqn) is None:
-            for inner in inner_programs(value.eqn.params.values()):
-                if (found := activation_of(inner, name)) is not None:
-                    return found
+        for inner in inner_programs(value.eqn.params.values()):
+            if (found := activation_of(inner, name)) is not None:
+                return found
     return None
 
 

@@ -11,7 +11,7 @@ import contextlib
 import math
 import operator
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import jax
@@ -53,6 +53,8 @@ from mirror._src.jaxprs.primitives import (
     SCATTER,
     SHAPING,
     SIMPLE,
+    dtype_of,
+    shape_of,
 )
 from mirror._src.jaxprs.trace import trace
 
@@ -131,6 +133,7 @@ def prove(
     return marks
 
 
+@dataclass(eq=False)
 class Proof(Interpreter[Mark]):
     """Data-flow pass over one program.
 
@@ -144,30 +147,21 @@ class Proof(Interpreter[Mark]):
         meets_replica: Whether the program contains a replica source.
     """
 
-    def __init__(
-        self,
-        num_replicas: int,
-        axis_name: str = REPLICA_AXIS,
-        names: Sequence[str] = (),
-        *,
-        row_counts: Set[int] = frozenset(),
-        reports: bool = False,
-    ) -> None:
-        super().__init__()
-        self.num_replicas = num_replicas
-        self.axis_name = axis_name
-        self.names = names
-        self.row_counts = row_counts
-        self.reports = reports
-        self.problems: dict[str, None] = {}
-        self.control: str | None = None
-        self.stored: dict[int, Mark] = {}
-        self.expanded: dict[int, ClosedJaxpr] = {}
-        self.shared_samples: dict[str, None] = {}
-        self.shared_noise: dict[str, None] = {}
-        self.idle: dict[str, None] = {}
-        self.races: dict[tuple[int, ...], str] = {}
-        self.meets_replica = False
+    num_replicas: int
+    axis_name: str = REPLICA_AXIS
+    names: Sequence[str] = ()
+    _: KW_ONLY
+    row_counts: Set[int] = frozenset()
+    reports: bool = False
+    problems: dict[str, None] = field(default_factory=dict, init=False)
+    control: str | None = field(default=None, init=False)
+    stored: dict[int, Mark] = field(default_factory=dict, init=False)
+    expanded: dict[int, ClosedJaxpr] = field(default_factory=dict, init=False)
+    shared_samples: dict[str, None] = field(default_factory=dict, init=False)
+    shared_noise: dict[str, None] = field(default_factory=dict, init=False)
+    idle: dict[str, None] = field(default_factory=dict, init=False)
+    races: dict[tuple[int, ...], str] = field(default_factory=dict, init=False)
+    meets_replica: bool = field(default=False, init=False)
 
     def describe_origin(self, mark: Mark) -> str:
         """Returns a description of what made a value per-replica."""
@@ -301,16 +295,12 @@ class Proof(Interpreter[Mark]):
             return joined
         if not joined.per_replica:
             return joined._replace(samples=frozenset() if _repeats_rows(eqn) else samples)
-        aval: Any = eqn.outvars[0].aval
-        operands: list[Any] = [atom.aval for atom in eqn.invars]
+        shape, pairs = shape_of(eqn.outvars[0]), zip(marks, eqn.invars, strict=True)
         # Otherwise, all rows share the numbers, also on one device.
-        per_row = any(
-            mark.samples and operand.shape[:1] == aval.shape[:1]
-            for mark, operand in zip(marks, operands, strict=True)
-        )
+        per_row = any(mark.samples and shape_of(atom)[:1] == shape[:1] for mark, atom in pairs)
         # The gradient of masked weights is masked too. Noise that is added to it is added up later.
         is_mask = name not in ADDITION and all(x.is_summed for x in marks if x.per_replica)
-        if name in ELEMENTWISE and aval.shape and per_row and not is_mask:
+        if name in ELEMENTWISE and shape and per_row and not is_mask:
             self.shared_noise.update(dict.fromkeys(sorted(samples)))
         return joined
 
@@ -384,13 +374,11 @@ def is_racing(eqn: JaxprEqn) -> bool:
     name = eqn.primitive.name
     if name not in RACING:
         return False
-    aval: Any = eqn.outvars[0].aval
-    if name != "scatter" and not jnp.issubdtype(aval.dtype, jnp.inexact):
+    if name != "scatter" and not jnp.issubdtype(dtype_of(eqn.outvars[0]), jnp.inexact):
         return False
     if name not in SCATTER:
         return True
-    indices: Any = eqn.invars[1].aval
-    return math.prod(indices.shape[:-1]) > 1 and not eqn.params["unique_indices"]
+    return math.prod(shape_of(eqn.invars[1])[:-1]) > 1 and not eqn.params["unique_indices"]
 
 
 def _repeats_rows(eqn: JaxprEqn) -> bool:
@@ -401,8 +389,7 @@ def _repeats_rows(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name != "broadcast_in_dim":
         return False
     axes, shape = eqn.params["broadcast_dimensions"], eqn.params["shape"]
-    operand: Any = eqn.invars[0].aval
-    size = operand.shape[0] if axes[:1] == (0,) else 1
+    size = shape_of(eqn.invars[0])[0] if axes[:1] == (0,) else 1
     return bool(shape) and shape[0] != size
 
 

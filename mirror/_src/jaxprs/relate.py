@@ -13,6 +13,7 @@ where it finds a difference. Random numbers are left out.
 
 import itertools
 from collections.abc import Collection, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -20,7 +21,15 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from mirror._src.jaxprs.collective_eqns import is_stateful
-from mirror._src.jaxprs.equations import Interpreter, Scan, While, inner_programs, is_ref, jaxpr_of
+from mirror._src.jaxprs.equations import (
+    NO_LINE,
+    Interpreter,
+    Scan,
+    While,
+    inner_programs,
+    is_ref,
+    jaxpr_of,
+)
 from mirror._src.jaxprs.primitives import CALLBACK, ELEMENTWISE, REDUCTION, SHAPING, shape_of
 from mirror._src.jaxprs.relation_rules import result
 from mirror._src.jaxprs.relations import (
@@ -45,7 +54,6 @@ from mirror._src.jaxprs.relations import (
 )
 
 _Program = ClosedJaxpr | Jaxpr
-_NO_LINE = "an unknown line"
 
 
 def relate(
@@ -68,6 +76,7 @@ def relate(
     return Pass(whole, num_replicas, has_own_samples=has_own_samples).call(program, inputs)
 
 
+@dataclass(eq=False)
 class Pass(Interpreter[Relation]):
     """Data-flow pass over one program, next to the other.
 
@@ -81,18 +90,15 @@ class Pass(Interpreter[Relation]):
         loops: The loops over pieces among them, as negative axes.
     """
 
-    def __init__(
-        self, whole: _Program, num_replicas: int, *, has_own_samples: bool = False
-    ) -> None:
-        super().__init__()
-        self.whole = whole
-        self.has_own_samples = has_own_samples
-        self.row_counts: Collection[int] | None = None
-        self.num_replicas = num_replicas
-        self.frames: list[dict[int, JaxprEqn]] = []
-        self.consts: dict[int, Relation] = {}
-        self.depth = 0
-        self.loops: list[int] = []
+    whole: _Program
+    num_replicas: int
+    _: KW_ONLY
+    has_own_samples: bool = False
+    row_counts: Collection[int] | None = None
+    frames: list[dict[int, JaxprEqn]] = field(default_factory=list, init=False)
+    consts: dict[int, Relation] = field(default_factory=dict, init=False)
+    depth: int = field(default=0, init=False)
+    loops: list[int] = field(default_factory=list, init=False)
 
     def twin(self, eqn: JaxprEqn) -> JaxprEqn:
         """Returns the operation of one device for an operation."""
@@ -109,13 +115,13 @@ class Pass(Interpreter[Relation]):
         place = _mismatch(jaxpr, jaxpr_of(whole))
         if place is not None:
             eqns = [*jaxpr.eqns[place:], *self.within[-1:]]
-            found = self.unknown(eqns[0]) if eqns else other(Why.UNKNOWN, "step", _NO_LINE)
+            found = self.unknown(eqns[0]) if eqns else other(Why.UNKNOWN, "step", NO_LINE)
             return [found] * len(jaxpr.outvars)
         if isinstance(program, ClosedJaxpr) and isinstance(whole, ClosedJaxpr):
             for a, b in zip(program.consts, whole.consts, strict=True):
                 found = of_constants(a, b, self.num_replicas)
                 if self.consts.setdefault(id(a), found) != found:
-                    self.consts[id(a)] = other(Why.UNKNOWN, "constant", _NO_LINE)
+                    self.consts[id(a)] = other(Why.UNKNOWN, "constant", NO_LINE)
         pairs = zip(jaxpr.eqns, jaxpr_of(whole).eqns, strict=True)
         self.frames.append({id(a): b for a, b in pairs})
         try:
@@ -174,7 +180,7 @@ class Pass(Interpreter[Relation]):
     def located(self, relation: Relation, eqn: JaxprEqn) -> Relation:
         """Returns a relation whose cause has a line of the user's."""
         cause = relation.cause
-        if cause is None or cause.line != _NO_LINE:
+        if cause is None or cause.line != NO_LINE:
             return relation
         return relation._replace(cause=self.pair(eqn, eqn).cause(cause.why))
 
@@ -447,12 +453,6 @@ class _Alone(Pass):
         """Returns the relation of a number, which is larger on one device if it counts rows."""
         is_count = value in self.counts and (is_sure or value not in self.others)
         return SAME.by(Fraction(1, self.num_replicas)) if is_count else x
-
-    def located(self, relation: Relation, _eqn: JaxprEqn) -> Relation:
-        return relation
-
-    def fitting(self, relation: Relation, *_: Any) -> Relation:
-        return relation
 
     def is_over_rows(self, scan: Scan, _whole: Scan, scanned: Sequence[Relation]) -> bool:
         along = any(x.kind is Kind.ROWS and x.axis == 0 and x.pieces is None for x in scanned)

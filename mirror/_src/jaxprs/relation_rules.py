@@ -326,14 +326,6 @@ def _product(pair: Pair, xs: list[Relation], found: Sequence[tuple[str, int]]) -
     return _bilinear(pair, xs, rows_of)
 
 
-_ARITHMETIC: dict[str, Rule] = {
-    **dict.fromkeys(REDUCTION, guarded(_reduction, "out_sharding")),
-    **dict.fromkeys(ELEMENTWISE, guarded(_elementwise, "sharding")),
-    "dot_general": guarded(_dot),
-    "conv_general_dilated": guarded(_convolution),
-}
-
-
 def result(pair: Pair, operands: list[Relation]) -> list[Relation]:
     """Returns the relations of the results of an operation."""
     if pair.name in PASSING and len(pair.eqn.outvars) == len(operands):
@@ -497,7 +489,10 @@ random_bits random_clone random_fold_in random_gamma random_split random_unwrap 
 threefry2x32
 """
 _RULES: dict[str, Rule] = {
-    **_ARITHMETIC,
+    **dict.fromkeys(REDUCTION, guarded(_reduction, "out_sharding")),
+    **dict.fromkeys(ELEMENTWISE, guarded(_elementwise, "sharding")),
+    "dot_general": guarded(_dot),
+    "conv_general_dilated": guarded(_convolution),
     **relation_shapes.RULES,
     **dict.fromkeys(_KEYS.split(), guarded(_keys)),
 }

@@ -5,7 +5,6 @@ import math
 import operator
 from collections.abc import Collection, Sequence
 from fractions import Fraction
-from typing import Any
 
 from mirror._src.jaxprs.equations import jaxpr_of
 from mirror._src.jaxprs.primitives import (
@@ -270,25 +269,17 @@ def _gather(pair: Pair, xs: list[Relation]) -> Relation | None:
         pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
         is_matched = is_own and (x.axis, index.axis) in pairs
         return rows(batch[index.axis], x.scale) if is_matched else None
-    if index.kind is Kind.INDEX and is_own and _is_position(pair, index, x.axis):
-        is_collapsed = x.axis in numbers.collapsed_slice_dims
-        columns = _columns(pair, index)
-        is_read = columns == {list(numbers.start_index_map).index(x.axis)} if is_collapsed else None
-        return rows(batch[index.axis], x.scale) if is_read else None
+    if index.kind is Kind.INDEX and is_own and x.axis in numbers.start_index_map:
+        column = list(numbers.start_index_map).index(x.axis)
+        is_row = x.axis in numbers.collapsed_slice_dims and _columns(pair, index) == {column}
+        is_position = shape_of(pair.eqn.invars[0])[x.axis] == index.scale
+        return rows(batch[index.axis], x.scale) if is_row and is_position else None
     return None
 
 
 def _columns(pair: Pair, index: Relation) -> frozenset[int]:
     """Returns the columns of an index that count rows: all of them, unless others were joined."""
     return index.columns or frozenset(range(shape_of(pair.eqn.invars[1])[-1]))
-
-
-def _is_position(pair: Pair, index: Relation, axis: int) -> bool:
-    """Whether an index counts the rows of an operand's axis."""
-    numbers = pair.eqn.params["dimension_numbers"]
-    read = getattr(numbers, "start_index_map", None)
-    indexed: Any = numbers.scatter_dims_to_operand_dims if read is None else read
-    return axis in indexed and shape_of(pair.eqn.invars[0])[axis] == index.scale
 
 
 def _scatter(pair: Pair, xs: list[Relation]) -> Relation | None:
@@ -329,7 +320,7 @@ def _scatter(pair: Pair, xs: list[Relation]) -> Relation | None:
             return None
         axis = numbers.scatter_dims_to_operand_dims[next(iter(columns))]
         target = rows(axis, update.scale)
-        is_row = axis in numbers.inserted_window_dims and _is_position(pair, index, axis)
+        is_row = axis in numbers.inserted_window_dims and shapes[0][axis] == index.scale
         return target if is_row and array in (ZERO, target) else None
     return None
 

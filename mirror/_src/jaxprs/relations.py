@@ -250,9 +250,8 @@ class Pair(NamedTuple):
 
     def cause(self, why: Why) -> Cause:
         """Returns the operation as a cause, without its line if its relation is assumed."""
-        if self.row_counts is not None:
-            return Cause(why, self.name, "")
-        return Cause(why, self.name, line_within(self.eqn, self.within))
+        is_assumed = self.row_counts is not None
+        return Cause(why, self.name, "" if is_assumed else line_within(self.eqn, self.within))
 
     def other(self, why: Why) -> Relation:
         """Returns the relation of a result that the operation makes unrelated."""

@@ -36,12 +36,11 @@ _ABSORBING = {"mul": (0,), "div": (0,), "and": (0,), "or": (1,)}
 _DECIDED = frozenset(("add", "sub", "lt", "le", "gt", "ge", "eq", "ne"))  # by a huge number
 _KEEP_SIGN = frozenset(("add", "mul", "div", "max", "min", "clamp"))
 _OF_NUMPY = """
-abs acos acosh asin asinh atan atan2 atanh cbrt ceil cos cosh exp exp2 expm1 floor log log1p log2
-pow sign sin sinh sqrt square tan tanh
+abs acos acosh add asin asinh atan atan2 atanh cbrt ceil cos cosh exp exp2 expm1 floor log log1p
+log2 pow sign sin sinh sqrt square tan tanh
 """
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(np, name) for name in _OF_NUMPY.split()},
-    "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
     "div": np.divide,

@@ -7,6 +7,7 @@ pass does not know is noted as unknown, and is neither evidence for nor against.
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from operator import eq
 from typing import Any
 
@@ -71,13 +72,12 @@ def _is_sent(rows: Rows) -> bool:
     return any(isinstance(x.origin, tuple) and not known(rows.value(x)) for x in rows.axes)
 
 
+@dataclass(eq=False)
 class _Pass(Interpreter[Rows]):
     """Data-flow pass over one program."""
 
-    def __init__(self, num_replicas: int) -> None:
-        super().__init__()
-        self.num_replicas = num_replicas
-        self.depth = 0
+    num_replicas: int
+    depth: int = field(default=0, init=False)
 
     def constant(self, value: Any) -> Rows:
         return NO_ROWS._replace(constant=constant_of(value))

@@ -61,7 +61,6 @@ def _bits(leaf: Array) -> Array:
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _LARGE = 2**24  # bytes: of larger arrays, the device computes a fingerprint
 _fingerprint_of = jax.jit(fingerprint)
-_PRINTED = frozenset({type(None), bool, int, float, complex})
 HEAD = "program of "
 """Start of the line with the types of a program's inputs."""
 
@@ -97,7 +96,7 @@ def _lines(program: ClosedJaxpr | Jaxpr, around: Sequence[JaxprEqn], indent: str
 
     def name(atom: Any) -> str:
         if isinstance(atom, Literal):
-            return f"{_form(atom.val, _no_program)}:{_type(atom.aval)}"
+            return f"{_form(atom.val)}:{_type(atom.aval)}"
         found = names.get(atom)
         if found is None:
             found = names[atom] = f"v{len(names)}"
@@ -108,7 +107,7 @@ def _lines(program: ClosedJaxpr | Jaxpr, around: Sequence[JaxprEqn], indent: str
 
     yield Line(f"{indent}{HEAD}{declared(jaxpr.invars)}", None, around)
     for var, const in zip(jaxpr.constvars, consts, strict=False):
-        yield Line(f"{indent}constant {declared([var])} = {_form(const, _no_program)}")
+        yield Line(f"{indent}constant {declared([var])} = {_form(const)}")
     for eqn in jaxpr.eqns:
         inner: list[ClosedJaxpr | Jaxpr] = []
 
@@ -130,10 +129,6 @@ def _lines(program: ClosedJaxpr | Jaxpr, around: Sequence[JaxprEqn], indent: str
     yield Line(f"{indent}results {' '.join(map(name, jaxpr.outvars))}", None, around)
 
 
-def _no_program(program: object) -> str:
-    return type(program).__name__
-
-
 def _type(aval: Any) -> str:
     if not hasattr(aval, "dtype") or not hasattr(aval, "shape"):
         return type(aval).__name__
@@ -150,19 +145,16 @@ def _form_of_dtype(dtype: "np.dtype[Any]") -> str:
     return repr(dtype)
 
 
-def _form(value: Any, program: Callable[[Any], str]) -> str:
+def _form(value: Any, program: Callable[[Any], str] = lambda found: type(found).__name__) -> str:
     """Returns a text that is equal for parameters of the same meaning, in all processes."""
-    kind = type(value)
-    if kind in _PRINTED:
+    if value is None or isinstance(value, int | float | complex):
         return repr(value)
-    if kind is tuple:
+    if isinstance(value, tuple | list):
         return f"({', '.join([_form(each, program) for each in value])})"
     if isinstance(value, ClosedJaxpr | Jaxpr):
         return program(value)
     if isinstance(value, np.dtype):
         return _form_of_dtype(value)
-    if isinstance(value, int | float | complex):
-        return repr(value)
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
     if isinstance(value, str | bytes):
@@ -171,8 +163,6 @@ def _form(value: Any, program: Callable[[Any], str]) -> str:
         return value.__name__
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         return _form_of_array(value)
-    if isinstance(value, tuple | list):
-        return f"({', '.join(_form(each, program) for each in value)})"
     if isinstance(value, Mapping):
         pairs = (f"{_form(k, program)}: {_form(v, program)}" for k, v in value.items())
         return f"{{{', '.join(sorted(pairs))}}}"
