@@ -1,6 +1,7 @@
 """`strategy.inspect` and `strategy.explain` describe steps with known properties."""
 
 import dataclasses
+import itertools
 import json
 import re
 import sys
@@ -25,7 +26,7 @@ from tests.support.tables import rows
 report_module, memory_module, trial_module = inside.explanations()
 Explanation, Seconds = report_module.Explanation, report_module.Seconds
 Kind, MemoryGroup = memory_module.Kind, memory_module.MemoryGroup
-split, IdleTimes, Batches = report_module.split, trial_module.IdleTimes, trial_module.Batches
+split, IdleTimes, endless = report_module.split, trial_module.IdleTimes, trial_module.endless
 
 SGD = optax.sgd(0.1)
 
@@ -336,7 +337,7 @@ def test_explain_counts_host_arrays_as_transfers(two):
     def idle(*args):
         trial = trial_module.Trial(two._runner, lambda *xs: sum(xs), args, {})
         trial.warm_up(())
-        return trial.elsewhere, trial_module.idle_times(Batches(None), [trial], 2)[0].transfer
+        return trial.elsewhere, trial_module.idle_times(endless(None), [trial], 2)[0].transfer
 
     host = np.ones((300, 300), np.float32)
     for args in [(host,), (PerReplica([host] * 2),), (PerReplica([host] * 2), 1.0)]:
@@ -382,9 +383,8 @@ def test_explain_checks_the_number_of_steps(two, steps, error, values):
 def test_explain_rejects_or_rereads_exhausted_data(two):
     with raises(ValueError, names="steps", values=3):
         two.explain(lambda x: x, (), data=iter([np.ones(2)] * 3), steps=2)
-    shapes = [
-        batch[0].shape for batch in map(Batches.take, [Batches([np.ones(3), np.ones(2)])] * 4)
-    ]
+    batches = itertools.islice(endless([np.ones(3), np.ones(2)]), 4)
+    shapes = [batch.shape for (batch,) in batches]
     assert shapes == [(3,)] * 4, "other shapes would be compiled for"
 
 

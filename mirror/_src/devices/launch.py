@@ -123,17 +123,24 @@ def launch(
 
 
 @contextlib.contextmanager
-def compiling(described: Described) -> Iterator[None]:
+def recorded(
+    described: Described, collective: str = "", operands: Mapping[int, Any] | None = None
+) -> Iterator[None]:
     """Context manager around a compilation that no launch waits for, for reports.
 
     Args:
         described: The program that is compiled.
+        collective: Kind and line of a collective on the host, if it is one instead.
+        operands: Its operand of each replica.
     """
     if launches.log is None:
         yield
         return
-    record = launches.log.begin(described, compiles=True)
-    record.starts()
+    record = launches.log.begin(described, compiles=operands is None)
+    if operands is None:
+        record.starts()
+    else:
+        record.reads(collective, operands)
     try:
         yield
     finally:
@@ -168,28 +175,6 @@ def wait(array: Any) -> None:
         time.sleep(secs)
         secs = min(2 * secs, _LONGEST_SLEEP_SECS)
     array.block_until_ready()
-
-
-@contextlib.contextmanager
-def collective_on_host(
-    name: str, described: Described, operands: Mapping[int, Any]
-) -> Iterator[None]:
-    """Context manager around a collective that reads the operand of each replica on the host.
-
-    Args:
-        name: Kind and line of the collective.
-        described: The step.
-        operands: The operand of each replica.
-    """
-    if launches.log is None:
-        yield
-        return
-    record = launches.log.begin(described)
-    record.reads(name, operands)
-    try:
-        yield
-    finally:
-        record.ends()
 
 
 def _await_oldest() -> None:

@@ -20,7 +20,7 @@ from mirror._src.base.types import Array
 from mirror._src.devices.described import GpuCompilerError
 from mirror._src.devices.device_checks import OPTIONS_ON_GPUS, digest_of
 from mirror._src.devices.eager_work import bound_eager_work
-from mirror._src.devices.launch import compiling, is_needed, launch
+from mirror._src.devices.launch import is_needed, launch, recorded
 from mirror._src.devices.launches import Described, Site
 from mirror._src.devices.replicas import Kind, ReplicaDevices
 from mirror._src.engine.mapping import (
@@ -132,7 +132,7 @@ class MeshProgram(CompiledProgram):
                 type_.update(weak_type=is_weak)
                 for type_, is_weak in zip(self._types, weak, strict=True)
             ]
-            with interrupts.DeferredInterrupts(watches=True), compiling(self._described):
+            with interrupts.DeferredInterrupts(watches=True), recorded(self._described):
                 traced = self._compiled.trace(*types, *self._more)
                 lowered = traced.lower()
                 # JAX keeps the executable, which later calls with arrays of these types find; see

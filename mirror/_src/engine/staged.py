@@ -389,7 +389,7 @@ class _Part:
                 ) from error
 
         described = Described(self._program.name, self._program.line)
-        with launch.collective_on_host(collective.description, described, slices):
+        with launch.recorded(described, collective.description, slices):
             results = run_on_host(collective, read, self._num_replicas, self._ops)
         (out,) = collective.outputs
         for lane, env in zip(self._lanes, values, strict=True):

@@ -27,10 +27,10 @@ from mirror._src.engine.per_replica import PerReplica, is_per_replica, on_replic
 from mirror._src.engine.runner import Runner
 from mirror._src.engine.variable import collapse
 from mirror._src.inspection.measurement import (
-    Batches,
     IdleTimes,
     Trial,
     copy_of,
+    endless,
     gathered,
     idle_times,
     in_a_loop,
@@ -306,7 +306,7 @@ def one_replica_secs(
         placed = placed_on(with_objects(whole, objects), runners.single.replicas)
         trial = Trial(runners.single, fn, *placed)
         trial.warm_up(())
-        (times,) = idle_times(Batches(None), [trial], steps)
+        (times,) = idle_times(endless(None), [trial], steps)
         return times.run, ""
     except (ValueError, TypeError, jax.errors.JaxRuntimeError) as error:
         return None, f"one replica cannot run it: {first_line(error)}"
@@ -349,7 +349,7 @@ def _time_group(scratch: Runner, rows: Sequence[CollectiveRow], steps: int) -> f
     trials = [Trial(scratch, step, (buffers,), {}) for step in (communication, no_communication)]
     for trial in trials:
         trial.warm_up(())
-    with_collectives, without = idle_times(Batches(None), trials, steps)
+    with_collectives, without = idle_times(endless(None), trials, steps)
     return max(0.0, with_collectives.run - without.run)
 
 
@@ -375,8 +375,8 @@ def explain(
         # The numbers of launches depend on nothing else, so that every process makes the same.
         takes = "batches" if data is not None else "no batches"
         require_same_call(f"explain({name_of(fn)})", [f"explain: {steps} steps, {takes}"])
-    batches = Batches(data)
-    first = batches.take()
+    batches = endless(data)
+    first = next(batches)
     many.traced(fn, (*args, *first), kwargs)  # finds the variables that the step captures
     captured = many.captured(fn)
     saved = copy_of(captured)

@@ -5,6 +5,7 @@ contenders must not import `mirror`.
 """
 
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -99,14 +100,13 @@ def gathered(runner: Runner, tree: PyTree) -> PyTree:
     A collective if they are in several processes; every process must call it.
     """
     leaves: list[Any]
-    treedef: Any
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_per_replica)
     spread = [i for i, leaf in enumerate(leaves) if is_per_replica(leaf) and spans_processes(leaf)]
     if spread:
         arrays = runner.run(_stack, ([leaves[i] for i in spread],), {})
         for i, array in zip(spread, arrays, strict=True):
             leaves[i] = PerReplica.from_stacked(np.asarray(array))
-    return treedef.unflatten(leaves)
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def _stack(leaves: list[Array]) -> list[Array]:
@@ -150,47 +150,33 @@ class IdleTimes(NamedTuple):
     run: float
 
 
-class Batches:
-    """Infinite supply of batches with equal shapes; the data is read again when it ends.
+def endless(data: Iterable[PyTree] | None) -> Iterator[tuple[PyTree, ...]]:
+    """Yields batches of equal shapes, each as the last argument of a step, again and again.
 
     Args:
-        data: Iterable of batches. If `None`, the step takes no batch.
+        data: Iterable of batches, which is read again when it ends. If `None`, the step takes no
+            batch.
+
+    Raises:
+        ValueError: If the data ended and cannot be read again.
     """
-
-    def __init__(self, data: Iterable[PyTree] | None) -> None:
-        self._data = data
-        self._iterator: Iterator[PyTree] | None = None
-        self._shapes: Any = None
-        self._num_read = 0
-
-    def take(self) -> tuple[PyTree, ...]:
-        """Returns the next batch, as the last argument of a step; empty if there is no data.
-
-        Raises:
-            ValueError: If the data ended and cannot be read again.
-        """
-        if self._data is None:
-            return ()
-        while True:
-            batch = self._next(self._data)
+    if data is None:
+        yield from itertools.repeat(())
+        return
+    known: list[Any] = []
+    num_read, before = 0, -1
+    while num_read > before:
+        before = num_read
+        for batch in data:
+            num_read += 1
             shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(batch)]
-            self._shapes = self._shapes or shapes
-            if shapes == self._shapes:  # other shapes would be compiled and distort the times
-                return (batch,)
-
-    def _next(self, data: Iterable[PyTree]) -> PyTree:
-        for _ in range(2):
-            if self._iterator is None:
-                self._iterator = iter(data)
-            for batch in self._iterator:
-                self._num_read += 1
-                return batch
-            self._iterator = None
-        raise ValueError(
-            f"The data ended (batches read: {self._num_read}) and cannot be read again. explain "
-            "reads slightly more than 3 * `steps` batches: pass a list or a dataset, or reduce "
-            "`steps`."
-        )
+            known = known or shapes
+            if shapes == known:  # other shapes would be compiled and distort the times
+                yield (batch,)
+    raise ValueError(
+        f"The data ended (batches read: {num_read}) and cannot be read again. explain reads "
+        "slightly more than 3 * `steps` batches: pass a list or a dataset, or reduce `steps`."
+    )
 
 
 class Trial:
@@ -254,33 +240,33 @@ def wait(tree: PyTree) -> None:
         jax.block_until_ready(leaf.arrays if isinstance(leaf, UnstackedArrays) else leaf)
 
 
-def in_a_loop(trial: Trial, batches: Batches, steps: int) -> float:
+def in_a_loop(trial: Trial, batches: Iterator[Any], steps: int) -> float:
     """Returns the seconds per step in a loop like the user's."""
     start = time.perf_counter()
     for _ in range(steps):
-        results = trial.call(*trial.arguments(batches.take()))
+        results = trial.call(*trial.arguments(next(batches)))
     wait(results)
     return (time.perf_counter() - start) / steps
 
 
-def idle_times(batches: Batches, trials: Sequence[Trial], steps: int) -> list[IdleTimes]:
+def idle_times(batches: Iterator[Any], trials: Sequence[Trial], steps: int) -> list[IdleTimes]:
     """Returns the median times of trials whose steps start on idle devices.
 
     Args:
-        batches: Batches of the first trial.
+        batches: Iterator[Any] of the first trial.
         trials: Trials to compare. They take turns, so that a busy moment of the machine affects all
             of them.
         steps: Number of steps per trial.
     """
-    sources = [batches, *(Batches(None) for _ in trials[1:])]
+    sources = [batches, *(endless(None) for _ in trials[1:])]
     turns = [functools.partial(_time_step, *pair) for pair in zip(trials, sources, strict=True)]
     rows = in_turns(turns, steps)
     return [IdleTimes(*map(statistics.median, zip(*row, strict=True))) for row in rows]
 
 
-def _time_step(trial: Trial, batches: Batches) -> IdleTimes:
+def _time_step(trial: Trial, batches: Iterator[Any]) -> IdleTimes:
     start = time.perf_counter()
-    batch = batches.take()
+    batch = next(batches)
     taken = time.perf_counter()
     wait(batch)
     arguments = trial.arguments(batch)

@@ -392,7 +392,7 @@ def _argument_places(examined: ExaminedStep) -> Iterator[_Place]:
     args, kwargs = call.tree
     names = argument_names(call.fn, len(args))
     paths, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))
-    optax_leaves = _find_optax_leaves((args, kwargs))
+    is_in_optax = _are_in_optax((args, kwargs))
     for number, i in enumerate(call.layout.dynamic):
         path = paths[i][0]
         argument = names[path[1].idx] if path[0].idx == 0 else path[1].key
@@ -401,7 +401,7 @@ def _argument_places(examined: ExaminedStep) -> Iterator[_Place]:
         by_name = [_BY_NAME[word] for word in words if word in _BY_NAME]
         if number in call.layout.per_replica:
             kind = Kind.BATCH
-        elif i in optax_leaves:
+        elif is_in_optax[i]:
             kind = Kind.OPTIMIZER_STATE
         elif by_name:
             kind = by_name[0]
@@ -410,15 +410,10 @@ def _argument_places(examined: ExaminedStep) -> Iterator[_Place]:
         yield _Place(kind, argument, part)
 
 
-def _find_optax_leaves(tree: Any) -> set[int]:
-    """Returns the positions of the leaves inside states of Optax transformations."""
-    positions, start = set[int](), 0
-    for node in jax.tree.leaves(tree, is_leaf=_is_optax):
-        stop = start + len(jax.tree.leaves(node))
-        if _is_optax(node):
-            positions.update(range(start, stop))
-        start = stop
-    return positions
+def _are_in_optax(tree: Any) -> list[bool]:
+    """Returns for each leaf whether it is inside the state of an Optax transformation."""
+    nodes = jax.tree.leaves(tree, is_leaf=_is_optax)
+    return [_is_optax(node) for node in nodes for _ in jax.tree.leaves(node)]
 
 
 def _is_optax(node: Any) -> bool:

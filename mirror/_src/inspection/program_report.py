@@ -146,7 +146,6 @@ def _trips(loops: Sequence[JaxprEqn]) -> int | None:
 
 
 _MOST_LINES = 2
-_UNCHANGED = "the step does not change it"
 _KEY = "each replica samples with its own key, derived from this one"
 
 
@@ -329,29 +328,21 @@ def _list_variables(
     names = call.input_names
     rows = zip(call.slots, avals, marks, outcomes, strict=True)
     for (slot, name), aval, mark, outcome in rows:
-        state, why = _STATES[outcome], _explain_mark(mark, names)
+        state, why = _STATES[outcome]
         if outcome is LeafOutcome.UNCHANGED:
-            is_key = issubclass(slot.kind, nnx.RngKey)
-            why = _KEY if is_key else _UNCHANGED
+            why = _KEY if issubclass(slot.kind, nnx.RngKey) else why
             state = "per-replica" if slot.is_own else state
-        elif outcome is LeafOutcome.AVERAGED:
-            why = f"run averages batch statistics after the step; {why}"
-        elif outcome is LeafOutcome.MERGED:
-            why = f"run merges nnx metrics after the step; {why}"
-        elif outcome is LeafOutcome.OWN:
-            why = "every replica has its own value (synchronization='on_read')"
-        elif outcome is LeafOutcome.DIVERGING:
-            why = f"{why} without an all-reduce"
+        why = why.format(because=_explain_mark(mark, names))
         yield ValueRow(name, describe(aval), state, why)
 
 
 _STATES = {
-    LeafOutcome.UNCHANGED: "unchanged",
-    LeafOutcome.MIRRORED: "mirrored",
-    LeafOutcome.AVERAGED: "averaged",
-    LeafOutcome.MERGED: "merged",
-    LeafOutcome.OWN: "per-replica",
-    LeafOutcome.DIVERGING: "diverges",
+    LeafOutcome.UNCHANGED: ("unchanged", "the step does not change it"),
+    LeafOutcome.MIRRORED: ("mirrored", "{because}"),
+    LeafOutcome.AVERAGED: ("averaged", "run averages batch statistics after the step; {because}"),
+    LeafOutcome.MERGED: ("merged", "run merges nnx metrics after the step; {because}"),
+    LeafOutcome.OWN: ("per-replica", "every replica has its own value (synchronization='on_read')"),
+    LeafOutcome.DIVERGING: ("diverges", "{because} without an all-reduce"),
 }
 
 

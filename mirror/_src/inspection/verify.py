@@ -39,11 +39,10 @@ def check_mirrored(runner: Runner, tree: PyTree) -> None:
     is_leaf = lambda leaf: is_per_replica(leaf) or is_on_read(leaf) or has_variables(leaf)  # noqa: E731
     leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
     of_keras = [leaf for _, leaf in leaves if has_variables(leaf)]
-    leaves = [(path, leaf) for path, leaf in leaves if not has_variables(leaf)]
     named = [
         (keys(path).lstrip(".") or "the value", leaf)
         for path, leaf in leaves
-        if not is_on_read(leaf)  # an "on_read" variable may differ
+        if not (has_variables(leaf) or is_on_read(leaf))  # an "on_read" variable may differ
     ]
     per_replica = [name for name, leaf in named if is_per_replica(leaf)]
     if per_replica:
@@ -424,22 +423,11 @@ def differences(
     before: Mapping[str, np.ndarray], outcome: Outcome, expected: Outcome
 ) -> list[Difference]:
     """Returns a row for each result, and for each variable that either step has changed."""
-    return [
-        *_compare_results(outcome[0], expected[0]),
-        *_compare_variables(before, outcome[1], expected[1]),
-    ]
-
-
-def _compare_variables(
-    before: Mapping[str, np.ndarray],
-    after: Mapping[str, np.ndarray],
-    expected: Mapping[str, np.ndarray],
-) -> list[Difference]:
-    """Returns a row for each variable that n replicas or one device have changed."""
-    return [
-        Difference(name, relative_difference(value, expected[name]))
+    (results, after), (results_of_one, after_one) = outcome, expected
+    return _compare_results(results, results_of_one) + [
+        Difference(name, relative_difference(value, after_one[name]))
         for name, value in after.items()
-        if not (_equal(value, before[name]) and _equal(expected[name], before[name]))
+        if not (_equal(value, before[name]) and _equal(after_one[name], before[name]))
     ]
 
 

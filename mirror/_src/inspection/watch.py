@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import threading
-from typing import Any, Literal, TypeAlias, final, get_args
+from typing import Any, Literal, TypeAlias, cast, final, get_args
 
 from mirror._src.base import clock
 from mirror._src.base.errors import require_secs
@@ -283,7 +283,6 @@ def require_action(action: str) -> Action:
     Raises:
         ValueError: If it is unknown.
     """
-    for known in get_args(Action):
-        if action == known:
-            return known
+    if action in get_args(Action):
+        return cast(Action, action)
     raise ValueError(f"`action` must be {', '.join(map(repr, get_args(Action)))}, got {action!r}.")

@@ -23,7 +23,7 @@ from mirror._src.devices import backend
 from mirror._src.engine.arguments import hoist_nested
 from mirror._src.engine.per_replica import is_per_replica
 from mirror._src.inspection.explanation import Explanation
-from mirror._src.inspection.measurement import Batches, in_turns, quartiles, variables_of, wait
+from mirror._src.inspection.measurement import endless, in_turns, quartiles, variables_of, wait
 from mirror._src.inspection.memory import memory_table
 from mirror._src.strategy.mirrored import MirroredStrategy
 from mirror._src.strategy.strategy import Strategy
@@ -236,7 +236,7 @@ class Candidate:
     def __init__(self, strategy: Strategy, workload: Workload) -> None:
         self.strategy = strategy
         self._workload = workload
-        self._batches = Batches(workload.data)
+        self._batches = endless(workload.data)
         self._variables = variables_of(hoist_nested(workload.args, {}).objects)
         self.sizes: tuple[int, ...] = ()
 
@@ -274,7 +274,7 @@ class Candidate:
         return Row(names, sum(self.sizes) or None, tuple(secs), explanation)
 
     def _arguments(self) -> tuple[Any, ...]:
-        return (*self._workload.args, *self._batches.take())
+        return (*self._workload.args, *next(self._batches))
 
 
 def measure(name: str, candidates: Sequence[Candidate], steps: int, weak: bool) -> Scaling:
