@@ -130,11 +130,17 @@ def by_own_rows(model, batch):
     return losses(model, batch).sum() / len(batch[0])
 
 
+def by_all_rows(model, batch):
+    num_rows = len(batch[0]) * mirror.get_strategy().num_replicas_in_sync
+    return losses(model, batch).sum() / num_rows
+
+
 # The loss, what is done with its gradients, the keywords of the model, and the verdict.
 STEPS = {
     "means": (average, mean, {}, "equal"),
     "sums": (summed, total, {}, "equal"),
     "a sum by the batch": (summed, by_rows, {}, "equal"),
+    "a sum by the rows of all": (by_all_rows, total, {}, "equal"),
     "clipped after": (average, lambda g: clipped(mean(g)), {}, "equal"),
     "decay in means": (decayed(average), mean, {}, "equal"),
     "counted together": (counted_together, total, {}, "equal"),

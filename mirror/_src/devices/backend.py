@@ -97,9 +97,15 @@ def startup_cause(first_call: str = "mirror.config was first used") -> str:
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """Context manager around code that may start the backend; records the user's line."""
+    """Context manager around code that may start the backend; records the user's line.
+
+    Raises:
+        ValueError: If memory growth or memory limits differ between GPUs.
+    """
     with lock:
         was_started = started()
+        if not was_started:
+            jax_options.require_consistent()
         try:
             yield
         finally:
@@ -143,7 +149,6 @@ def devices_of_type(device_type: str) -> tuple[jax.Device, ...]:
     Logical devices that share a GPU have the same JAX device.
     """
     with starting():
-        _check_before_start()
         try:
             devices = jax.local_devices(backend=device_type.lower())
         except RuntimeError:
@@ -161,7 +166,6 @@ def default_devices() -> tuple[jax.Device, ...]:
         ValueError: If memory growth or memory limits differ between GPUs.
     """
     with starting():
-        _check_before_start()
         try:
             devices = jax.local_devices()
         except (RuntimeError, AssertionError) as error:  # AssertionError: no device, and no text
@@ -213,11 +217,6 @@ def _physical_gpus(count: int) -> list[PhysicalDevice | None]:
         listed[i] for i in jax_options.ordinals_of_backend() if i < len(listed)
     ]
     return [*known[:count], *([None] * (count - len(known)))]
-
-
-def _check_before_start() -> None:
-    if not started():
-        jax_options.require_consistent()
 
 
 def find_device(spec: DeviceSpec) -> jax.Device:

@@ -61,9 +61,10 @@ class DeviceSpec:
             raise ValueError(
                 f"{name!r} is not a device name.{several} Device names look like {SPELLINGS}."
             )
-        if host["job"] not in (None, "localhost") or any(map(_not_zero, host.groups()[1:])):
+        job, *numbers = host.groups()
+        if job not in (None, "localhost") or any(int(number or 0) for number in numbers):
             fix = f"Name a device of this process, {JOB}, such as {SPELLINGS}."
-            if host["job"] == "ps":
+            if job == "ps":
                 fix = (
                     "A variable that several processes share belongs to a strategy: "
                     "mirror.ps.ParameterServerStrategy().Variable(3.0)."
@@ -80,10 +81,6 @@ class DeviceSpec:
         if self.device_type is None:
             return ""
         return f"/device:{self.device_type}:{'*' if self.index is None else self.index}"
-
-
-def _not_zero(number: str | None) -> bool:
-    return number is not None and int(number) > 0
 
 
 @set_module("mirror.config")

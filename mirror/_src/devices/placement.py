@@ -58,13 +58,20 @@ def device(name: DeviceLike | None) -> "Placement":
     return Placement(None if name is None else _resolve(name))
 
 
+class _Entered(threading.local):
+    """The contexts that a thread has entered; several threads may share one `Placement`."""
+
+    def __init__(self) -> None:
+        self.stacks: list[contextlib.ExitStack] = []
+
+
 @final
 class Placement:
     """Context manager returned by `mirror.device`."""
 
     def __init__(self, device: jax.Device | None) -> None:
         self._device = device
-        self._entered = threading.local()
+        self._entered = _Entered()
 
     def __enter__(self) -> jax.Device | None:
         _require_eager(self._device)
@@ -74,18 +81,11 @@ class Placement:
                 with set_current_trace(eager_trace()):  # `set_mesh` raises inside `jax.grad`
                     stack.enter_context(jax.set_mesh(None))
             stack.enter_context(jax.default_device(self._device))
-            self._stacks.append(stack.pop_all())
+            self._entered.stacks.append(stack.pop_all())
         return self._device
 
     def __exit__(self, *_: object) -> None:
-        self._stacks.pop().close()
-
-    @property
-    def _stacks(self) -> list[contextlib.ExitStack]:
-        """The contexts entered by this thread; several threads may share one `Placement`."""
-        if not hasattr(self._entered, "stacks"):
-            self._entered.stacks = []
-        return self._entered.stacks
+        self._entered.stacks.pop().close()
 
     def __repr__(self) -> str:
         return f"mirror.device({None if self._device is None else logical_name(self._device)!r})"

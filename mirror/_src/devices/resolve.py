@@ -112,14 +112,13 @@ def canonicalize_replica_devices(
         warn_about_gpus()
         return chosen
     if isinstance(devices, str | LogicalDevice | jax.Device):
-        shown = str(devices) if isinstance(devices, jax.Device) else repr(devices)
-        fix = f"Pass a list: MirroredStrategy([{shown}])."
+        fix = f"Pass a list: MirroredStrategy([{_shown(devices)}])."
         kind = devices.strip("/").upper() if isinstance(devices, str) else ""
         if kind in ("CPU", "GPU", "TPU"):
             fix = (
                 f"For all of them: MirroredStrategy(mirror.config.list_logical_devices({kind!r}))."
             )
-        raise ValueError(f"`devices` must be a list, got {shown}. {fix}")
+        raise ValueError(f"`devices` must be a list, got {_shown(devices)}. {fix}")
     is_model = callable(devices) and not inspect.isroutine(devices)
     if is_model or not isinstance(devices, Iterable):
         example = "For example ['/gpu:0', '/gpu:1']; None selects all devices, and "
@@ -130,7 +129,8 @@ def canonicalize_replica_devices(
     try:
         resolved = [_resolve(device) for device in requested]
     except InvalidDeviceError as error:
-        raise InvalidDeviceError(f"devices={_shown(requested)}: {error}") from None
+        shown = ", ".join(map(_shown, requested))
+        raise InvalidDeviceError(f"devices=[{shown}]: {error}") from None
     jax_devices = tuple(device for _, device in resolved)
     if not jax_devices:
         kind = type_of(default_devices()[0])
@@ -147,9 +147,8 @@ def canonicalize_replica_devices(
     return jax_devices
 
 
-def _shown(requested: list[DeviceLike]) -> str:
-    names = [str(d) if isinstance(d, jax.Device) else repr(d) for d in requested]
-    return f"[{', '.join(names)}]"
+def _shown(device: DeviceLike) -> str:
+    return str(device) if isinstance(device, jax.Device) else repr(device)
 
 
 def _resolve(device: DeviceLike) -> tuple[DeviceSpec, jax.Device]:

@@ -4,7 +4,7 @@ import functools
 import logging
 import time
 from collections.abc import Sequence
-from typing import final, get_args
+from typing import Any, final, get_args
 
 import jax
 import jax.numpy as jnp
@@ -234,11 +234,8 @@ def get_strategy() -> Strategy:
     frame = current_frame()
     if frame is None:
         return _default_strategy()
-    if frame.shown_as is not None:
-        shown: Strategy = frame.shown_as
-        return shown
-    assert isinstance(frame.strategy, Strategy)
-    return frame.strategy
+    strategy: Any = frame.strategy if frame.shown_as is None else frame.shown_as
+    return strategy
 
 
 def strategy_of_trainer(given: Strategy | None) -> Strategy:
