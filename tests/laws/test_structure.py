@@ -84,7 +84,7 @@ BUDGETS = {
     "jaxprs": Size(3285, 16, 30),
     "passes": Size(2737, 16, 33),
     "engine": Size(5503, 31, 73),
-    "inspection": Size(2074, 9, 22),
+    "inspection": Size(2071, 9, 22),
     "data": Size(1396, 10, 25),
     "keras": Size(499, 5, 5),
     "strategy": Size(960, 6, 10),

@@ -72,11 +72,8 @@ def copy_of(objects: Sequence[Any]) -> list[Any]:
 
 
 def _copy(leaf: Any) -> Any:
-    return (
-        UnstackedArrays([jnp.copy(x) for x in leaf.arrays])
-        if isinstance(leaf, UnstackedArrays)
-        else jnp.copy(leaf)
-    )
+    is_unstacked = isinstance(leaf, UnstackedArrays)
+    return UnstackedArrays(list(map(jnp.copy, leaf.arrays))) if is_unstacked else jnp.copy(leaf)
 
 
 def restore(variables: Sequence[Variable], saved: Sequence[Any]) -> None:
@@ -253,7 +250,7 @@ def idle_times(batches: Iterator[Any], trials: Sequence[Trial], steps: int) -> l
     """Returns the median times of trials whose steps start on idle devices.
 
     Args:
-        batches: Iterator[Any] of the first trial.
+        batches: Batches of the first trial.
         trials: Trials to compare. They take turns, so that a busy moment of the machine affects all
             of them.
         steps: Number of steps per trial.

@@ -787,9 +787,9 @@ class Strategy(abc.ABC):
         if not is_exact:
             ops = AllReduce() if replicas.spans_processes else ReductionToOneDevice()
         once = ReplicaDevices(replicas.distinct, replicas.on_mesh[0], replicas.axis_name)
-        self._one_per_device = object.__new__(type(self))
-        Strategy.__init__(self._one_per_device, once, ops)
-        return self._one_per_device._runner
+        twin = object.__new__(type(self))
+        Strategy.__init__(twin, once, ops)
+        return twin._runner
 
     def _runner_in_turn(self) -> Runner | None:
         """The runner of a fixed number of replicas on one device; None if there is no other."""
