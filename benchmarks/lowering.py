@@ -98,7 +98,7 @@ CASES = {
         1,
     ),
     "wide depthwise, kernel's gradient": Case(
-        "convolutions._per_group",
+        "convolutions._per_channel_kernel",
         functools.partial(_conv, groups=256),
         [(8, 14, 14, 256), (3, 3, 1, 256)],
         1,

@@ -11,12 +11,14 @@ Delete a form when `tests/passes/test_lower_speed.py` says so.
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import JaxprEqn
 
 from mirror._src.passes.evaluate import Rule, Rules, bind_with
@@ -24,8 +26,6 @@ from mirror._src.passes.evaluate import Rule, Rules, bind_with
 _MOST_TERMS = 125  # each is a few operations
 _MOST_GROUPS = 64
 _MOST_FEATURES = 16  # of one input channel: from 32, XLA is as fast, or faster
-_FEWEST_CHANNELS, _MOST_PARTS = 32, 8  # of a wide depthwise convolution; each part is compiled
-_GROUPS = ("feature_group_count", "batch_group_count")
 _PER_DIMENSION = ("window_strides", "padding", "lhs_dilation", "rhs_dilation")
 _FLOATS = ("float32", "bfloat16", "float16")
 
@@ -71,25 +71,17 @@ class _Convolution:
         (n, c, *s), (o, i, *k) = self.lhs, self.rhs
         return self.padded(_move(x, (c, *s, n))), _move(w, (i, *k, o))
 
-    def at_kernel(self, x: Any) -> Iterator[Any]:
-        """Yields, for each position of the kernel, what it is multiplied by: (N, *P, C)."""
-        for place in np.ndindex(*self.kernel):
-            yield _part(x, place, self.steps, self.strides, self.places)
-
-    def at_place(self, x: Any) -> Iterator[Any]:
-        """Yields, for each position of the result, what the kernel is multiplied by: (N, *K, C)."""
-        for place in np.ndindex(*self.places):
-            yield _part(x, place, self.strides, self.steps, self.kernel)
-
-    def product(self, left: Any, right: Any, axes: Any) -> Any:
-        """Returns `tensordot(left, right, axes)`."""
-        precision, dtype = self.params["precision"], self.params["preferred_element_type"]
-        numbers = (axes, ((), ()))
-        return lax.dot_general(left, right, numbers, precision, preferred_element_type=dtype)
-
 
 def _pad(x: Any, ends: Sequence[tuple[int, int, int]]) -> Any:
-    return lax.pad(x, np.zeros((), x.dtype), ends) if any(map(any, ends)) else x
+    """Returns an array (N, *S, C) with padding in space."""
+    zero = np.zeros((), x.dtype)
+    *others, (low, high, inner), _ = ends
+    if inner or not any(map(any, ends)):
+        return lax.pad(x, zero, ends) if inner else x
+    # LLVM unrolls a short loop over channels, which takes up to a tenth of a second.
+    flat, c = lax.collapse(x, x.ndim - 2), x.shape[-1]
+    flat = lax.pad(flat, zero, [*others, (low * c, high * c, 0)])
+    return lax.reshape(flat, (*flat.shape[:-1], flat.shape[-1] // c, c))
 
 
 def _move(x: Any, order: Sequence[int]) -> Any:
@@ -111,29 +103,33 @@ def _per_channel(conv: _Convolution, x: Any, w: Any) -> Any:
     def sums(x: Any, w: Any) -> Any:
         x = conv.padded(x if repeats == 1 else jnp.repeat(x, repeats, x.ndim - 1))
         kernels = lax.reshape(w, (math.prod(conv.kernel), conv.features))
-        terms = (part * each for part, each in zip(conv.at_kernel(x), kernels, strict=True))
-        return functools.reduce(operator.add, terms)
+        sizes = conv.steps, conv.strides, conv.places
+        parts = (_part(x, place, *sizes) for place in np.ndindex(*conv.kernel))
+        return functools.reduce(operator.add, map(operator.mul, parts, kernels))
 
-    shape = conv.batch, *conv.places, conv.features
-    return conv.result(_once(sums, shape, conv.x(x), conv.w(w)))
-
-
-def _once(fn: Callable[..., Any], shape: Sequence[int], x: Any, w: Any) -> Any:
-    """Calls a function in a branch, so that XLA does not compute it again in each operation after.
-
-    XLA:CPU removes barriers before it fuses operations. It does not know that the branch is always
-    taken; the kernel `w` is not split over devices when the partitioner splits Keras models.
-    """
-    bits = lax.bitcast_convert_type(lax.reshape(w, (w.size,))[0], jnp.int32)
-    return lax.cond((bits | 1) != 0, fn, lambda x, _: jnp.zeros(shape, x.dtype), x, w)
+    # Otherwise, XLA computes the sums again in each operation that reads them.
+    with set_xla_metadata(inlineable="false"):
+        return conv.result(jax.jit(sums)(conv.x(x), conv.w(w)))
 
 
 def _per_channel_kernel(conv: _Convolution, x: Any, w: Any) -> Any:
-    """Gradient of such a kernel: sums over the examples and positions."""
+    """Gradient of such a kernel: sums over positions, then examples, of one product after another.
+
+    All products at once would take as much memory as the image for each position of the kernel.
+    """
     x, w = conv.examples_first(x, w)
-    axes = tuple(range(len(conv.kernel) + 1))
-    sums = [lax.reduce_sum(part * w, axes) for part in conv.at_place(x)]
-    return conv.result(lax.reshape(jnp.stack(sums), (1, *conv.places, conv.features)))
+    starts = np.array([*np.ndindex(*conv.places)]) * conv.strides
+    reach = [s * (n - 1) + 1 for n, s in zip(conv.kernel, conv.steps, strict=True)]
+    shape = w.shape[0], math.prod(conv.kernel), conv.features
+
+    def sums(start: Any) -> Any:
+        part = lax.dynamic_slice(x, [0, *start, 0], [shape[0], *reach, conv.features])
+        part = lax.slice(part, [0] * x.ndim, part.shape, [1, *conv.steps, 1])
+        product = lax.collapse(part, x.ndim - 2) * lax.collapse(w, x.ndim - 2)
+        return lax.reduce_sum(lax.reshape(product, shape), (1,))
+
+    total = lax.reduce_sum(lax.map(sums, starts), (1,))
+    return conv.result(lax.reshape(total, (1, *conv.places, conv.features)))
 
 
 def _each(conv: _Convolution, changes: Any, pairs: Any, shape: tuple[int, ...]) -> list[Any]:
@@ -148,12 +144,12 @@ def _each(conv: _Convolution, changes: Any, pairs: Any, shape: tuple[int, ...]) 
     return results
 
 
-def _per_group(conv: _Convolution, x: Any, w: Any, size: int = 1) -> Any:
-    """One convolution per `size` groups."""
-    count, last = conv.groups * conv.batch_groups // size, len(conv.kernel) + 1
+def _per_group(conv: _Convolution, x: Any, w: Any) -> Any:
+    """One convolution per group."""
+    count, last = conv.groups * conv.batch_groups, len(conv.kernel) + 1
     xs = jnp.split(conv.x(x), count, last if conv.groups > 1 else 0)
     pairs = zip(xs, jnp.split(conv.w(w), count, last), strict=True)
-    changes = {name: min(conv.params[name], size) for name in _GROUPS}
+    changes = {"feature_group_count": 1, "batch_group_count": 1}
     shape = (conv.batch // conv.batch_groups, *conv.places, conv.features // count)
     return conv.result(lax.concatenate(_each(conv, changes, pairs, shape), last))
 
@@ -186,8 +182,15 @@ def _per_place(conv: _Convolution, x: Any, w: Any) -> Any:
     """One product per position of the result, which also contracts the kernel's positions."""
     x, w = conv.examples_first(x, w)
     kernel = lax.reshape(w, (w.size // conv.features, conv.features))
-    parts = (lax.reshape(part, (kernel.shape[0], conv.batch)) for part in conv.at_place(x))
-    products = [conv.product(part, kernel, ((0,), (0,))) for part in parts]
+    precision, dtype = conv.params["precision"], conv.params["preferred_element_type"]
+
+    def product(place: Sequence[int]) -> Any:
+        part = _part(x, place, conv.strides, conv.steps, conv.kernel)
+        part = lax.reshape(part, (kernel.shape[0], conv.batch))
+        numbers = (((0,), (0,)), ((), ()))
+        return lax.dot_general(part, kernel, numbers, precision, preferred_element_type=dtype)
+
+    products = [*map(product, np.ndindex(*conv.places))]
     shape = (conv.batch, *conv.places, conv.features)
     return conv.result(lax.reshape(jnp.stack(products, 1), shape))
 
@@ -225,14 +228,7 @@ def _form_of(conv: _Convolution) -> _Form | None:
     is_gradient = kernel > places  # of a kernel: it slides the gradient of the result
     if conv.batch_groups > 1:  # the gradient of a kernel with groups: 50 to 490 times
         if conv.batch == conv.batch_groups == conv.features:
-            if rank == 1 and places <= _MOST_TERMS:  # 3 to 8 times
-                return _per_channel_kernel
-            # XLA multiplies all channels with each other. 1.5 to 8 times; sums as in one dimension
-            # would double the memory of a MobileNet.
-            count = min(_MOST_PARTS, conv.features // _FEWEST_CHANNELS)
-            if count > 1 and conv.features % count == 0:
-                return functools.partial(_per_group, size=conv.features // count)
-            return _layout_of(conv)
+            return _per_channel_kernel  # XLA multiplies all channels with each other. 2 to 9 times
         return _per_group if conv.batch_groups <= _MOST_GROUPS else None
     if conv.groups > 1 and is_gradient and conv.inner > 1:  # the same under `jax.vmap`
         return _per_group if conv.groups <= _MOST_GROUPS else None
