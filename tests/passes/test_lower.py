@@ -262,6 +262,12 @@ def test_replacements_keep_lines_scopes_and_names_of_functions():
     assert "test_lower.py" in text
 
 
+def test_xla_does_not_inline_depthwise_convolutions():
+    """It would compute them again in each operation that reads them."""
+    text = jax.jit(lowered(net, RULES)).lower(*ARGS).compile().as_text()
+    assert " call(" in text
+
+
 def test_branches_for_other_platforms_are_not_compiled():
     fn = functools.partial(lax.platform_dependent, cpu=net, tpu=looped, default=scanned)
     text = jax.jit(lowered(lambda *args: fn(*args), RULES)).lower(*ARGS).as_text()
