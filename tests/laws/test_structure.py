@@ -82,7 +82,7 @@ BUDGETS = {
     "devices": Size(2044, 16, 26),
     "cluster": Size(1173, 7, 20),
     "jaxprs": Size(3285, 16, 30),
-    "passes": Size(2737, 16, 33),
+    "passes": Size(2736, 16, 33),
     "engine": Size(5503, 31, 73),
     "inspection": Size(2071, 9, 22),
     "data": Size(1396, 10, 25),
