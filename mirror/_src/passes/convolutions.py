@@ -174,7 +174,7 @@ def _in_planes(conv: _Convolution, x: Any, w: Any) -> Any:
     parts = (planes(i * step, stride, places) for i in range(depth))  # planes as examples
     pairs = ((lax.collapse(part, 0, 2), each) for part, each in zip(parts, w, strict=True))
     shape = conv.batch * places, *rest, conv.features
-    total = functools.reduce(operator.add, _each(conv, changes, pairs, shape))
+    total = functools.reduce(lax.add, _each(conv, changes, pairs, shape))
     return conv.result(lax.reshape(total, (conv.batch, *conv.places, conv.features)))
 
 

@@ -17,7 +17,6 @@ Delete the rules when `tests/passes/test_lower_speed.py` says so.
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -120,18 +119,19 @@ def _select(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     index = _first(_windows(eqn, x, identity), keeps, np.float32)
     # Each axis becomes two: the windows, and the positions in a window.
     shape = [*itertools.chain.from_iterable(zip(values.shape, dims, strict=True))]
-    own = jnp.zeros(shape, np.float32)
+    own = lax.full(shape, 0, np.float32)
     for axis, w in enumerate(dims):
         if w > 1:
-            own = w * own + lax.broadcasted_iota(np.float32, shape, 2 * axis + 1)
+            iota = lax.broadcasted_iota(np.float32, shape, 2 * axis + 1)
+            own = lax.add(lax.mul(own, np.float32(w)), iota)
     index, values = (
         lax.broadcast_in_dim(y, shape, range(0, len(shape), 2)) for y in (index, values)
     )
-    result = lax.select(index == own, values, jnp.zeros_like(values))
+    result = lax.select(lax.eq(index, own), values, lax.full_like(values, 0))
     covered = [n * w for n, w in zip(shape[::2], dims, strict=True)]
     sizes = zip(x.shape, covered, padding, strict=True)
     ends = [(-low, n - m + low, 0) for n, m, (low, _) in sizes]
-    return [_padded(result.reshape(covered), 0, ends)]
+    return [_padded(lax.reshape(result, covered), 0, ends)]
 
 
 def _scatter(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
@@ -149,7 +149,7 @@ def _scatter(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     ends = [(r - 1, b - n, 0) for r, b, n in zip(reach, blocks, values.shape, strict=True)]
     chosen = _chosen(_windows(eqn, x, identity), keeps, ends)
     values = _padded(values, 0, ends)
-    zeros = jnp.zeros(blocks, values.dtype)
+    zeros = lax.full(blocks, 0, values.dtype)
 
     def at(residue: tuple[int, ...]) -> Any:
         total = zeros
@@ -161,7 +161,7 @@ def _scatter(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
             stop = [a + b for a, b in zip(start, blocks, strict=True)]
             hit = lax.slice(chosen[int(np.ravel_multi_index(place, dims))], start, stop)
             term = lax.select(hit, lax.slice(values, start, stop), zeros)
-            total = term if total is zeros else total + term
+            total = term if total is zeros else lax.add(total, term)
         return total
 
     def placed(residue: tuple[int, ...]) -> Any:
@@ -170,7 +170,7 @@ def _scatter(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
         ends = [(low, n - low - s * (b - 1) - 1, s - 1) for low, n, b, s in sizes]
         return _padded(at(residue), 0, ends)
 
-    return [functools.reduce(operator.add, map(placed, np.ndindex(*strides)))]
+    return [functools.reduce(lax.add, map(placed, np.ndindex(*strides)))]
 
 
 def _first(parts: Sequence[Any], keeps: Callable[..., Any], dtype: Any) -> Any:
@@ -179,11 +179,11 @@ def _first(parts: Sequence[Any], keeps: Callable[..., Any], dtype: Any) -> Any:
     As in XLA, positions are compared in order, and a NaN is replaced by the next element.
     """
     best, *others = parts
-    index = jnp.zeros(best.shape, dtype)
+    index = lax.full(best.shape, 0, dtype)
     for i, part in enumerate(others, 1):
         keep = keeps(best, part)
         best = lax.select(keep, best, part)
-        index = lax.select(keep, index, jnp.full_like(index, i))
+        index = lax.select(keep, index, lax.full_like(index, i))
     return index
 
 
@@ -194,17 +194,17 @@ def _chosen(
     if any(low for low, _, _ in ends):
         # Windows overlap. XLA would compute masks again for each window over a position.
         index = _padded(_first(parts, keeps, jnp.int32), -1, ends)
-        return [index == i for i in range(len(parts))]
+        return [lax.eq(index, np.int32(i)) for i in range(len(parts))]
     best, *others = parts
     kept = []
     for part in others:
         kept.append(keeps(best, part))
         best = lax.select(kept[-1], best, part)
     masks = []
-    is_free = jnp.ones(best.shape, bool)
+    is_free = lax.full(best.shape, True)
     for keep in reversed(kept):
-        masks.append(~keep & is_free)
-        is_free = keep & is_free
+        masks.append(lax.bitwise_and(lax.bitwise_not(keep), is_free))
+        is_free = lax.bitwise_and(keep, is_free)
     return [_padded(mask, False, ends) for mask in (is_free, *reversed(masks))]
 
 
