@@ -135,7 +135,8 @@ class ReplicaFunction:
 
     def _captures(self, objects: Sequence[Any]) -> Captures:
         stand_ins = objects[len(objects) - len(self._captured) :]
-        own = [node for _, node in nnx.iter_graph(objects) if isinstance(node, Variable)]
+        graph = nnx.iter_graph(objects) if Variable.in_use else ()
+        own = [node for _, node in graph if isinstance(node, Variable)]
         return Captures(list(zip(self._captured, stand_ins, strict=True)), own)
 
     def _results(self, out: Any) -> list[Array]:

@@ -77,14 +77,14 @@ def equations(jaxpr: Jaxpr) -> Sequence[JaxprEqn]:
     """Returns all operations, including operations of inner programs; lists a program once."""
     listed = _listed.get(jaxpr)
     if listed is None:
-        nested = itertools.chain.from_iterable(map(with_inner, jaxpr.eqns))
-        listed = _listed[jaxpr] = tuple(nested)
+        nested = [(e,) if e.primitive.name in SIMPLE else with_inner(e) for e in jaxpr.eqns]
+        listed = _listed[jaxpr] = tuple(itertools.chain.from_iterable(nested))
     return listed
 
 
 def with_inner(eqn: JaxprEqn) -> Sequence[JaxprEqn]:
     """Returns an operation, then the operations inside it."""
-    programs = [] if eqn.primitive.name in SIMPLE else inner_programs(eqn.params.values())
+    programs = inner_programs(eqn.params.values())
     return [eqn, *itertools.chain.from_iterable(map(equations, map(jaxpr_of, programs)))]
 
 
@@ -108,7 +108,11 @@ def walk(
     values.update(zip(jaxpr.invars, arguments, strict=True))
 
     for eqn in jaxpr.eqns:
-        operands = [constant(a.val) if isinstance(a, Literal) else values[a] for a in eqn.invars]
+        operands = (
+            [constant(a.val) if isinstance(a, Literal) else values[a] for a in eqn.invars]
+            if Literal in map(type, eqn.invars)
+            else list(map(values.__getitem__, eqn.invars))
+        )
         values.update(zip(eqn.outvars, equation(eqn, operands), strict=True))
     return [constant(a.val) if isinstance(a, Literal) else values[a] for a in jaxpr.outvars]
 

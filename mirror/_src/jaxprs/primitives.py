@@ -248,7 +248,7 @@ def combined_axes(eqn: JaxprEqn) -> set[int]:
 
 def _kept(ndim: int, *removed: Sequence[int]) -> list[int]:
     """Returns the axes that are not among others."""
-    return [axis for axis in range(ndim) if not any(axis in axes for axes in removed)]
+    return sorted({*range(ndim)}.difference(*removed))
 
 
 def dot_axes(eqn: JaxprEqn) -> list[dict[int, int]]:

@@ -29,7 +29,6 @@ from mirror._src.jaxprs.collective_eqns import (
     is_stateful,
     require_supported_dtype,
     result_of,
-    spans_whole_axis,
 )
 from mirror._src.jaxprs.equations import (
     Interpreter,
@@ -189,7 +188,7 @@ class Proof(Interpreter[Mark]):
         if eqn.primitive.name in SIMPLE:  # the usual case, and fast
             plain = _FACTS.issuperset(map(_facts_of, operands))
             joined = MIRRORED if plain else self.computed(eqn, operands)
-            return [joined.of(var) for var in eqn.outvars]
+            return list(map(joined.of, eqn.outvars))
         marks = list(map(self.held, operands)) if self.stored else operands
         if self.control is not None and is_collective(eqn):
             self.reject(_hang_message(eqn, self.control))
@@ -264,15 +263,17 @@ class Proof(Interpreter[Mark]):
 
     def computed(self, eqn: JaxprEqn, marks: list[Mark]) -> Mark:
         """Returns the mark of the results of an operation without inner programs."""
-        joined = computed(marks)
-        if is_collective(eqn):
+        joined, is_simple = computed(marks), eqn.primitive.name in SIMPLE
+        if not is_simple and is_collective(eqn):
             require_supported_dtype(eqn)
             if not joined.per_replica:
                 self.idle[line_within(eqn, self.within)] = None
-        if _is_mirrored(eqn, joined, self.num_replicas):
-            return self.mark_collective(eqn)
-        joined = self.note(eqn, marks, joined)._replace(is_summed=self.is_summed(eqn, marks))
-        if is_replica_source(eqn):
+            if _is_mirrored(eqn, joined, self.num_replicas):
+                return self.mark_collective(eqn)
+        joined = self.note(eqn, marks, joined)
+        if self.is_summed(eqn, marks):
+            joined = joined._replace(is_summed=True)
+        if not is_simple and is_replica_source(eqn):
             self.meets_replica = True
             if not joined.per_replica:
                 joined = Mark(f"{eqn.primitive.name} at {user_line(eqn)}")
@@ -306,8 +307,8 @@ class Proof(Interpreter[Mark]):
 
     def is_summed(self, eqn: JaxprEqn, marks: list[Mark]) -> bool:
         """Whether the per-replica results of an operation do not have rows."""
-        own = [mark for mark in marks if mark.per_replica]
-        if all(mark.is_summed for mark in own):
+        own = [mark for mark in marks if mark.origin is not None]
+        if all(map(operator.attrgetter("is_summed"), own)):
             return bool(own)
         first: Any = eqn.invars[0].aval
         size = first.shape[0] if getattr(first, "shape", ()) else 0
@@ -395,7 +396,7 @@ def _repeats_rows(eqn: JaxprEqn) -> bool:
 
 def _is_mirrored(eqn: JaxprEqn, operands: Mark, num_replicas: int) -> bool:
     """Whether a collective leaves the same value on all replicas."""
-    if not spans_whole_axis(eqn):
+    if eqn.params.get("axis_index_groups") is not None:
         return False
     if eqn.primitive.name == "ppermute" and not operands.per_replica:
         return len({target for _, target in eqn.params["perm"]}) == num_replicas

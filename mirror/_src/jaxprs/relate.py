@@ -48,6 +48,7 @@ from mirror._src.jaxprs.relations import (
     of_constants,
     other,
     outermost,
+    pieces_of,
     rows,
     total_of,
     worst,
@@ -150,7 +151,8 @@ class Pass(Interpreter[Relation]):
     def pair(self, eqn: JaxprEqn, whole: JaxprEqn) -> Pair:
         rounds = self.loops[0] if self.loops else 0
         assumed = self.row_counts, self.has_own_samples
-        return Pair(eqn, whole, self.num_replicas, self.within, rounds, *assumed)
+        where = self.num_replicas, self.within, rounds
+        return Pair(eqn, whole, *where, *assumed, eqn.primitive.name)
 
     def with_literals(
         self, atoms: Sequence[Any], whole: Sequence[Any], relations: Sequence[Relation]
@@ -186,8 +188,8 @@ class Pass(Interpreter[Relation]):
 
     def leaf(self, eqn: JaxprEqn, operands: list[Relation]) -> Sequence[Relation]:
         pair = self.pair(eqn, self.twin(eqn))
-        is_impure = is_stateful(eqn) or any(map(is_ref, (*eqn.invars, *eqn.outvars)))
-        if is_impure or eqn.primitive.name in CALLBACK:
+        atoms = () if pair.name in _SIMPLE else (*eqn.invars, *eqn.outvars)
+        if is_stateful(eqn) or any(map(is_ref, atoms)) or pair.name in CALLBACK:
             return [pair.other(Why.UNKNOWN)] * len(eqn.outvars)
         return result(pair, operands)
 
@@ -403,14 +405,15 @@ class _Alone(Pass):
         name = eqn.primitive.name
         if name in _GUESSED and Literal in map(type, eqn.invars):
             operands = [self.guessed(eqn, i, x, operands) for i, x in enumerate(operands)]
-        self.record(eqn, operands)
-        if name in ELEMENTWISE and UNIFORM in [x.pieces for x in operands]:
+        if name == "reduce_sum" or name in _MOVING:
+            self.record(eqn, operands)
+        if name in ELEMENTWISE and UNIFORM in map(pieces_of, operands):
             operands = _resolved(eqn, operands)
         found = _of_rows(operands) if name in _SIMPLE else None
         if found is not None and (found is SAME or name in ELEMENTWISE):
             return [found] * len(eqn.outvars)
         results = Interpreter.equation(self, eqn, operands)
-        return [SAME if x == SAME else x for x in results]
+        return [SAME if x == SAME else x for x in results] if SAME in results else results
 
     def record(self, eqn: JaxprEqn, operands: list[Relation]) -> None:
         """Notes what later divisors may count."""
@@ -421,7 +424,7 @@ class _Alone(Pass):
             is_over_rows = x.kind is Kind.ROWS and x.axis in axes
             self.sizes[eqn.outvars[0]] = size, is_over_rows
             (self.counts if is_over_rows else self.others).add(size)
-        elif name in _MOVING and isinstance(eqn.invars[0], Var):
+        elif isinstance(eqn.invars[0], Var):
             if (found := self.sizes.get(eqn.invars[0])) is not None:
                 self.sizes[eqn.outvars[0]] = found
             if eqn.invars[0] in self.reduced:

@@ -1,6 +1,7 @@
 """The rules of `relate`: how the results of each operation relate, given its operands."""
 
 import math
+import operator
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
@@ -52,6 +53,7 @@ from mirror._src.jaxprs.relations import (
     alike,
     common,
     guarded,
+    kind_of,
     of_each_row,
     of_pieces,
     part,
@@ -350,15 +352,19 @@ def _result(pair: Pair, operands: list[Relation]) -> list[Relation]:
             return [pair.other(Why.UNKNOWN)] * count
     if name == "select_n" and operands[0].kind is Kind.ZERO:
         return operands[1:2]
-    if name in _PRODUCTS and any(x.kind is Kind.ZERO for x in operands):
+    kinds = list(map(kind_of, operands))
+    if name in _PRODUCTS and Kind.ZERO in kinds:
         return [ZERO]
-    found = worst(operands)
-    if found is not None:
+    if Kind.OTHER in kinds and (found := worst(operands)) is not None:
         return [_passed_on(pair, found, operands)] * count
-    if any(x.kind is Kind.SPREAD for x in operands):
+    if Kind.SPREAD in kinds:
         return [pair.other(Why.PART)] * count
     keeps_zero = name in _KEEPS_ZERO or pair.eqn.params.get("y", 0) > 0  # `integer_pow`
-    if keeps_zero and all(x.kind is Kind.ZERO for x in _values(pair, operands)):
+    if (
+        keeps_zero
+        and Kind.ZERO in kinds
+        and all(x.kind is Kind.ZERO for x in _values(pair, operands))
+    ):
         return [ZERO] * count
     if all(x.is_equal for x in operands) and _is_same_operation(pair):
         outputs = zip(pair.eqn.outvars, pair.whole.outvars, strict=True)
@@ -402,7 +408,7 @@ def _is_same_operation(pair: Pair) -> bool:
 def _found(pair: Pair, operands: list[Relation]) -> Relation | None:
     """Returns the relation of the results, `None` if no rule knows it."""
     name = pair.name
-    if any(x.axis < 0 for x in operands) and _is_same_operation(pair):
+    if min(map(operator.attrgetter("axis"), operands), default=0) < 0 and _is_same_operation(pair):
         found = of_each_row(operands)
         if found is not None and not pair.scaled_axes():
             return found

@@ -7,6 +7,7 @@ for all pieces: values that differ between the rounds of the loop may only be ad
 """
 
 import enum
+import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -34,6 +35,8 @@ _LARGEST_DENOMINATOR = 10_000
 
 class Kind(enum.Enum):
     """Facts about the replicas' values v and the value w of one device."""
+
+    __hash__ = object.__hash__  # of `enum` is slower
 
     ZERO = "zero"  # v and w are 0, of any shapes
     SAME = "same"  # every v is scale * w
@@ -133,6 +136,8 @@ class Relation(NamedTuple):
 
 ZERO = Relation(Kind.ZERO)
 SAME = Relation(Kind.SAME)
+kind_of: Callable[[Relation], Kind] = operator.itemgetter(0)
+pieces_of: Callable[[Relation], int | None] = operator.itemgetter(3)
 
 
 def rows(axis: int, scale: Fraction = Fraction(1)) -> Relation:
@@ -233,6 +238,7 @@ class Pair(NamedTuple):
         row_counts: Sizes of axes that are assumed to be of rows. Then there is no program of one
             device, and `whole` is `eqn`. `None` if there is one.
         has_own_samples: Whether random numbers of replicas count as the ones of one device.
+        name: The name of the operation.
     """
 
     eqn: JaxprEqn
@@ -242,11 +248,7 @@ class Pair(NamedTuple):
     rounds: int = 0
     row_counts: Collection[int] | None = None
     has_own_samples: bool = False
-
-    @property
-    def name(self) -> str:
-        """The name of the operation."""
-        return self.eqn.primitive.name
+    name: str = ""
 
     def cause(self, why: Why) -> Cause:
         """Returns the operation as a cause, without its line if its relation is assumed."""
@@ -366,6 +368,11 @@ def of_pieces(pair: Pair, operands: list[Relation], rules: _Rules) -> list[Relat
         operands: Relations of its operands.
         rules: Returns the relations of the results if each round of a loop relates by itself.
     """
+    kinds = list(map(kind_of, operands))
+    if not pair.rounds and Kind.TOTAL not in kinds and {*map(pieces_of, operands)} <= {None}:
+        found = rules(pair, operands)
+        has_rows = Kind.ROWS in kinds or Kind.ROWS not in map(kind_of, found)
+        return found if has_rows else [_of_rounds(pair, x, operands) for x in found]
     in_pieces = [x for x in operands if x.is_in_pieces]
     alone = [x if x.pieces is None else x._replace(pieces=None) for x in operands]
     if worst(operands) is not None:

@@ -79,9 +79,9 @@ def require_no_order(program: ClosedJaxpr, num_devices: int) -> None:
     Raises:
         ValueError: If there is one, and several devices.
     """
-    for eqn in equations(program.jaxpr) if num_devices > 1 else ():
-        effects = {type(effect).__name__ for effect in eqn.effects}
-        if eqn.primitive.name in CALLBACK and "OrderedDebugEffect" in effects:
+    eqns = equations(program.jaxpr) if num_devices > 1 else ()
+    for eqn in [eqn for eqn in eqns if eqn.primitive.name in CALLBACK]:
+        if "OrderedDebugEffect" in {type(effect).__name__ for effect in eqn.effects}:
             raise ValueError(
                 f"The step prints or calls back with ordered=True at {user_line(eqn)}, which JAX "
                 f"supports on one device, but the replicas have {num_devices}. Remove ordered=True."

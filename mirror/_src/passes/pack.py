@@ -1,7 +1,8 @@
 """The pass `pack`: small collectives that do not depend on each other share one buffer."""
 
 import heapq
-from collections.abc import Hashable, Iterator, Sequence
+import itertools
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,11 @@ def pack(program: Program, settings: Settings) -> Program:
     """Packs all-reduces, scatters and gathers of at most `pack_bytes`."""
     program = with_bodies(program, lambda body: pack(body, settings))
     operations = program.operations
-    keys = [_key_of(operation, settings.pack_bytes) for operation in operations]
+    limit = settings.pack_bytes
+    keys = [
+        None if op.eqn.primitive.name in SIMPLE and op.kind == "equation" else _key_of(op, limit)
+        for op in operations
+    ]
     if len(keys) - keys.count(None) < 2:
         return program
     if settings.in_rounds:  # a collective that nothing can join takes a round, too
@@ -82,7 +87,7 @@ def _key_of(operation: Operation, limit: int) -> Hashable:
     """Returns the key of an operation of a flat program."""
     match operation.kind:
         case "equation":
-            return None if operation.eqn.primitive.name in SIMPLE else _key(operation.eqn, limit)
+            return _key(operation.eqn, limit)
         case "scatter":
             key = _key(operation.eqn, limit)
             return key and (operation.kind, key)
@@ -117,10 +122,8 @@ def split(flat: Array, like: Sequence[Any]) -> list[Array]:
     return arrays
 
 
-def in_order(
-    operations: Sequence[Operation], keys: Sequence[Hashable]
-) -> Iterator[list[Operation]]:
-    """Yields operations in an order in which they can be evaluated, with packs as one list.
+def in_order(operations: Sequence[Operation], keys: Sequence[Hashable]) -> list[list[Operation]]:
+    """Returns operations in an order in which they can be evaluated, with packs as one list.
 
     A collective waits until nothing else can be evaluated. It is then packed with all waiting
     collectives that share its key. Only the keys at the start of the longest chain of collectives
@@ -140,30 +143,28 @@ def in_order(
     ready = [i for i, count in enumerate(missing) if not count and keys[i] is None]
     waiting = [i for i, count in enumerate(missing) if not count and keys[i] is not None]
 
-    def release_after(i: int) -> None:
-        for k in after[i]:
+    ordered: list[list[Operation]] = []
+
+    def take(pack: Sequence[int]) -> None:
+        ordered.append(list(map(operations.__getitem__, pack)))
+        for k in itertools.chain.from_iterable(map(after.__getitem__, pack)):
             missing[k] -= 1
-            if missing[k]:
-                continue
-            if keys[k] is None:
+            if not missing[k] and keys[k] is None:
                 heapq.heappush(ready, k)
-            else:
+            elif not missing[k]:
                 waiting.append(k)
 
     while ready or waiting:
         if ready:
-            i = heapq.heappop(ready)
-            yield [operations[i]]
-            release_after(i)
+            take([heapq.heappop(ready)])
             continue
         highest = max(heights[i] for i in waiting)
         urgent = {keys[i] for i in waiting if heights[i] == highest}
         for key in sorted(urgent, key=lambda key: min(i for i in waiting if keys[i] == key)):
             pack = sorted(i for i in waiting if keys[i] == key)
-            yield [operations[i] for i in pack]
             waiting = [i for i in waiting if keys[i] != key]
-            for i in pack:
-                release_after(i)
+            take(pack)
+    return ordered
 
 
 def _dependences(operations: Sequence[Operation]) -> tuple[list[set[int]], list[int]]:
@@ -173,7 +174,7 @@ def _dependences(operations: Sequence[Operation]) -> tuple[list[set[int]], list[
     missing: list[int] = []
     last: int | None = None
     for i, operation in enumerate(operations):
-        before = {maker[atom] for atom in operation.inputs if atom in maker}
+        before = {*map(maker.get, operation.inputs)} - {None}
         if operation.eqn.effects and operation.has_effects:
             before |= set() if last is None else {last}
             last = i

@@ -15,6 +15,7 @@ Every value has a layout, which says what the replicas hold of it. The operation
 """
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -196,14 +197,13 @@ class Settings(NamedTuple):
 
 
 def _sharded(atoms: Iterable[Atom]) -> dict[int, int]:
-    axes = enumerate(atom.layout.axis for atom in atoms)
-    return {i: axis for i, axis in axes if axis is not None}
+    return {i: a.layout.axis for i, a in enumerate(atoms) if a.layout.axis is not None}
 
 
 def flatten(
     programs: Sequence[ClosedJaxpr | Jaxpr],
     opens: Opens,
-    on_operation: Callable[[Operation], None] = lambda _: None,
+    on_operation: Callable[[Operation], None] | None = None,
     inputs: list[Value] | None = None,
 ) -> Program:
     """Inlines calls and returns the operations of a program in one list.
@@ -219,9 +219,10 @@ def flatten(
     around: list[JaxprEqn] = []
 
     def add(kind: Kind, eqn: JaxprEqn, inputs: list[Atom], results: Sequence[Any]) -> list[Value]:
-        outputs = [Value(var.aval) for var in results]
+        outputs = list(map(Value, map(operator.attrgetter("aval"), results)))
         operations.append(Operation(kind, eqn, inputs, outputs, tuple(around)))
-        on_operation(operations[-1])
+        if on_operation is not None:
+            on_operation(operations[-1])
         return outputs
 
     def equation(eqn: JaxprEqn, inputs: list[Atom]) -> Sequence[Atom]:

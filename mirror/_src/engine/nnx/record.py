@@ -26,7 +26,6 @@ from mirror._src.engine.nnx.structure import (
     follow,
     holder_at,
     is_equal,
-    nodes,
     put,
     read_holder,
     require_arrays,
@@ -73,8 +72,9 @@ class Record:
         self._all_variables = len(self._variables) == len(holders)
         self._own = [i for i, slot in enumerate(structure.slots) if slot.is_own]
         self._holders = list(zip(holders, structure.slots, strict=True))
-        self._nodes = [vars(node) for _, node in nodes(objects)]
-        self._nodes += [d for _, d in nnx.iter_graph(tuple(objects)) if isinstance(d, dict)]
+        graph = [node for _, node in nnx.iter_graph(tuple(objects))]
+        self._nodes = [vars(node) for node in graph if isinstance(node, nnx.Pytree)]
+        self._nodes += [node for node in graph if isinstance(node, dict)]
         self._seen = self._attributes()
         self._unhashed = structure.unhashed
 
@@ -258,11 +258,12 @@ class ObjectTable:
             is_placed = isinstance(leaf, jax.Array) and self._replicas.is_placed(leaf)
             if not is_placed:
                 require_fits(functools.partial(_name_of, names, i), leaf)
-            is_ready = is_placed and taken.isdisjoint(buffers_of(leaf))
+            buffers = buffers_of(leaf) if is_placed else set()
+            is_ready = is_placed and taken.isdisjoint(buffers)
             mirrored.append(leaf if is_ready else self._replicas.store(leaf))
-            taken |= buffers_of(mirrored[-1])
+            taken |= buffers if is_ready else buffers_of(mirrored[-1])
             if is_ready and id(leaf) not in written:
-                assigned[i] = buffers_of(leaf)
+                assigned[i] = buffers
         if placement_log.on:
             for name, leaf in zip(names(), mirrored, strict=True):
                 placement_log.mirrored(name, leaf, self._replicas.devices)
