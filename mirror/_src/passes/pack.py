@@ -169,12 +169,12 @@ def in_order(operations: Sequence[Operation], keys: Sequence[Hashable]) -> list[
 
 def _dependences(operations: Sequence[Operation]) -> tuple[list[set[int]], list[int]]:
     """Returns for each operation its dependents, and the number of operations it depends on."""
-    maker = {value: i for i, op in enumerate(operations) for value in op.outputs}
+    maker: dict[Any, int] = {v: i for i, op in enumerate(operations) for v in op.outputs}
     after: list[set[int]] = [set() for _ in operations]
     missing: list[int] = []
     last: int | None = None
     for i, operation in enumerate(operations):
-        before = {*map(maker.get, operation.inputs)} - {None}
+        before: set[Any] = {*map(maker.get, operation.inputs)} - {None}
         if operation.eqn.effects and operation.has_effects:
             before |= set() if last is None else {last}
             last = i
