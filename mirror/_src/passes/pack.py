@@ -114,12 +114,8 @@ def join(leaves: Sequence[Array]) -> Array:
 
 def split(flat: Array, like: Sequence[Any]) -> list[Array]:
     """Splits a buffer into arrays with the sizes and shapes of `like`."""
-    arrays, start = [], 0
-    for leaf in like:
-        array = jax.lax.slice(flat, (start,), (start + leaf.size,))
-        arrays.append(jax.lax.reshape(array, leaf.shape))
-        start += leaf.size
-    return arrays
+    parts = jax.lax.split(flat, [leaf.size for leaf in like])
+    return [jax.lax.reshape(part, leaf.shape) for part, leaf in zip(parts, like, strict=True)]
 
 
 def in_order(operations: Sequence[Operation], keys: Sequence[Hashable]) -> list[list[Operation]]:

@@ -165,10 +165,9 @@ class Structure:
             _require_supported(slot, holder)
             require_arrays(slot, value)
         # The leaves of the state are in the order of the slots: both are sorted by path.
-        self.state_def: Any = jax.tree.structure(
-            # A replica has one array in place of a `PerReplica`.
-            jax.tree.map(lambda x: 0 if is_per_replica(x) else x, state, is_leaf=is_per_replica)
-        )
+        # A replica has one array in place of a `PerReplica`.
+        is_leaf = is_per_replica if any(slot.is_own for slot in self.slots) else None
+        self.state_def: Any = jax.tree.structure(state, is_leaf=is_leaf)
         self.leaf_slots = [
             slot
             for slot, value in zip(self.slots, values, strict=True)
