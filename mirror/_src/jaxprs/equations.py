@@ -108,11 +108,7 @@ def walk(
     values.update(zip(jaxpr.invars, arguments, strict=True))
 
     for eqn in jaxpr.eqns:
-        operands = (
-            [constant(a.val) if isinstance(a, Literal) else values[a] for a in eqn.invars]
-            if Literal in map(type, eqn.invars)
-            else list(map(values.__getitem__, eqn.invars))
-        )
+        operands = [constant(a.val) if isinstance(a, Literal) else values[a] for a in eqn.invars]
         values.update(zip(eqn.outvars, equation(eqn, operands), strict=True))
     return [constant(a.val) if isinstance(a, Literal) else values[a] for a in jaxpr.outvars]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from mirror._src.jaxprs.collective_eqns import (
     ALL_REDUCES,
@@ -182,15 +182,16 @@ def lost_updates(program: ClosedJaxpr) -> list[LostUpdate]:
 
 def _may_lose_sums(jaxpr: Jaxpr, are_used: Sequence[bool]) -> bool:
     """Whether a sum may reach neither an output that is used nor an effect."""
-    live = {*map(id, itertools.compress(jaxpr.outvars, are_used))}
+    used_outputs = itertools.compress(jaxpr.outvars, are_used)
+    live = {atom for atom in used_outputs if not isinstance(atom, Literal)}
     for eqn in reversed(jaxpr.eqns):
-        if eqn.effects or not live.isdisjoint(map(id, eqn.outvars)):
-            live.update(map(id, eqn.invars))
+        if eqn.effects or not live.isdisjoint(eqn.outvars):
+            live.update([atom for atom in eqn.invars if not isinstance(atom, Literal)])
         elif eqn.primitive.name in ADDITION:
             return True
         if eqn.primitive.name in SIMPLE:
             continue
-        is_call, used = called(eqn) is not None, [id(var) in live for var in eqn.outvars]
+        is_call, used = called(eqn) is not None, [var in live for var in eqn.outvars]
         for inner in map(jaxpr_of, inner_programs(eqn.params.values())):  # or a loop or branch
             reached = used if is_call else [True] * len(inner.outvars)
             if not (is_call or all(used)) or _may_lose_sums(inner, reached):

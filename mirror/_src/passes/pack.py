@@ -1,8 +1,7 @@
 """The pass `pack`: small collectives that do not depend on each other share one buffer."""
 
 import heapq
-import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -118,8 +117,10 @@ def split(flat: Array, like: Sequence[Any]) -> list[Array]:
     return [jax.lax.reshape(part, leaf.shape) for part, leaf in zip(parts, like, strict=True)]
 
 
-def in_order(operations: Sequence[Operation], keys: Sequence[Hashable]) -> list[list[Operation]]:
-    """Returns operations in an order in which they can be evaluated, with packs as one list.
+def in_order(
+    operations: Sequence[Operation], keys: Sequence[Hashable]
+) -> Iterator[list[Operation]]:
+    """Yields operations in an order in which they can be evaluated, with packs as one list.
 
     A collective waits until nothing else can be evaluated. It is then packed with all waiting
     collectives that share its key. Only the keys at the start of the longest chain of collectives
@@ -139,38 +140,40 @@ def in_order(operations: Sequence[Operation], keys: Sequence[Hashable]) -> list[
     ready = [i for i, count in enumerate(missing) if not count and keys[i] is None]
     waiting = [i for i, count in enumerate(missing) if not count and keys[i] is not None]
 
-    ordered: list[list[Operation]] = []
-
-    def take(pack: Sequence[int]) -> None:
-        ordered.append(list(map(operations.__getitem__, pack)))
-        for k in itertools.chain.from_iterable(map(after.__getitem__, pack)):
+    def release_after(i: int) -> None:
+        for k in after[i]:
             missing[k] -= 1
-            if not missing[k] and keys[k] is None:
+            if missing[k]:
+                continue
+            if keys[k] is None:
                 heapq.heappush(ready, k)
-            elif not missing[k]:
+            else:
                 waiting.append(k)
 
     while ready or waiting:
         if ready:
-            take([heapq.heappop(ready)])
+            i = heapq.heappop(ready)
+            yield [operations[i]]
+            release_after(i)
             continue
         highest = max(heights[i] for i in waiting)
         urgent = {keys[i] for i in waiting if heights[i] == highest}
         for key in sorted(urgent, key=lambda key: min(i for i in waiting if keys[i] == key)):
             pack = sorted(i for i in waiting if keys[i] == key)
+            yield [operations[i] for i in pack]
             waiting = [i for i in waiting if keys[i] != key]
-            take(pack)
-    return ordered
+            for i in pack:
+                release_after(i)
 
 
 def _dependences(operations: Sequence[Operation]) -> tuple[list[set[int]], list[int]]:
     """Returns for each operation its dependents, and the number of operations it depends on."""
-    maker: dict[Any, int] = {v: i for i, op in enumerate(operations) for v in op.outputs}
+    maker = {value: i for i, op in enumerate(operations) for value in op.outputs}
     after: list[set[int]] = [set() for _ in operations]
     missing: list[int] = []
     last: int | None = None
     for i, operation in enumerate(operations):
-        before: set[Any] = {*map(maker.get, operation.inputs)} - {None}
+        before = {maker[atom] for atom in operation.inputs if atom in maker}
         if operation.eqn.effects and operation.has_effects:
             before |= set() if last is None else {last}
             last = i

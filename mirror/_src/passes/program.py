@@ -15,7 +15,6 @@ Every value has a layout, which says what the replicas hold of it. The operation
 """
 
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -219,7 +218,7 @@ def flatten(
     around: list[JaxprEqn] = []
 
     def add(kind: Kind, eqn: JaxprEqn, inputs: list[Atom], results: Sequence[Any]) -> list[Value]:
-        outputs = list(map(Value, map(operator.attrgetter("aval"), results)))
+        outputs = [Value(var.aval) for var in results]
         operations.append(Operation(kind, eqn, inputs, outputs, tuple(around)))
         if on_operation is not None:
             on_operation(operations[-1])
