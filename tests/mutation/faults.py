@@ -522,8 +522,8 @@ _OF_EXECUTORS = (
     Fault(
         "the position of the maximum in a window",
         "mirror/_src/passes/extremes.py",
-        "own = w * own",
-        "own = own",
+        "lax.mul(own, np.float32(w))",
+        "own",
         ("tests/passes/test_lower.py",),
         likely="max_pooling",
     ),
@@ -860,7 +860,7 @@ _OF_RUN = (
     Fault(
         "one buffer in two variables",
         f"{_RUN}/nnx/record.py",
-        "is_ready = is_placed and taken.isdisjoint(buffers_of(leaf))",
+        "is_ready = is_placed and taken.isdisjoint(buffers)",
         "is_ready = is_placed",
         ("tests/laws/test_bad_input.py", "tests/engine/test_repeated_calls.py"),
         likely="one_array_in_two",
