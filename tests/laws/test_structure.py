@@ -23,6 +23,7 @@ FACES = ["", "callbacks", "config", "data", "debugging", "distributed", "ps", "t
 ENTRY_POINTS = ["cli", "pytest_plugin"]
 
 OWNERS = {
+    "jax.pmap": "engine.mapping",
     "jax.device_put": ("devices.replicas", "devices.transfer"),
     "jax.devices": "devices.backend",
     "jax.local_devices": "devices.backend",
