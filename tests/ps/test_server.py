@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -232,8 +233,9 @@ def test_node_ends_with_the_process_that_started_it(number):
     wait_until(lambda: not answers(address), 60)
 
 
-def tethered_process(secs, command):
-    arguments = [sys.executable, "-I", tethered.__file__, str(secs), sys.executable, "-c", command]
+def tethered_process(secs, command, head="127.0.0.1:1"):
+    tether = [sys.executable, "-I", tethered.__file__, str(secs), head]
+    arguments = [*tether, sys.executable, "-c", command]
     return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
@@ -246,10 +248,32 @@ def test_status_of_a_command_is_kept(subtests):
             assert process.wait(900) == COMMANDS[command]
 
 
+WAITS = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [2, 15])
+print("waits", flush=True)
+print(int(signal.sigwait([2, 15])))
+"""
+
+
+def test_node_drains_only_toward_a_head_that_answers(subtests):
+    """On SIGTERM, Ray drains for half a minute if the head is gone; on SIGINT, it ends at once."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        heads = {
+            f"127.0.0.1:{listening.getsockname()[1]}": signal.SIGTERM,
+            f"127.0.0.1:{free_ports(1)[0]}": signal.SIGINT,
+        }
+        for head, number in heads.items():
+            with subtests.test(number=number), tethered_process(30, WAITS, head) as process:
+                assert process.stdout.readline() == b"waits\n"
+                process.terminate()
+                assert int(process.stdout.readline()) == number
+
+
 def test_command_that_ignores_the_end_of_its_parent_is_killed():
     command = (
-        "import signal; signal.signal(15, signal.SIG_IGN); print('ignores', flush=True); "
-        "signal.pause()"
+        "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [2, 15]); "
+        "print('ignores', flush=True); signal.pause()"
     )
     with tethered_process(0.5, command) as process:
         assert process.stdout.readline() == b"ignores\n"

@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from mirror._src.base.optional import describe_missing
 from mirror._src.base.public_names import set_module
 from mirror._src.cluster.resolvers import ClusterResolver, ClusterSpec, ClusterTask, Jobs
 from mirror._src.ps import tethered
+from mirror._src.ps.tethered import answers
 
 JOBS = ("chief", "ps", "worker")
 _FIX = (
@@ -137,7 +137,6 @@ _POLL_SECS = 0.5
 _HEAD_SECS = 5.0  # without an answer of the head, before `join` returns
 _DRAIN_SECS = 40.0  # Ray lets its node drain for up to 30 s
 _STOP_SECS = _DRAIN_SECS + 5
-_CONNECT_SECS = 2.0
 _STARTED = "Ray runtime started"
 # A node that joins while the head is still starting may time out after 30 s (Ray 2.60), although
 # the port of the head is open.
@@ -205,7 +204,7 @@ class Server:
             if value is not None:
                 require_int(name, value, 0)
         deadline = time.monotonic() + require_secs("start_secs", start_secs)
-        tether = [sys.executable, "-I", tethered.__file__, str(_DRAIN_SECS)]
+        tether = [sys.executable, "-I", tethered.__file__, str(_DRAIN_SECS), self.target]
         command = [*tether, _ray_command(), *self._options(num_cpus, num_gpus)]
         if self._task != head_of(self._spec):
             _wait_for_head(self.target, deadline, start_secs)
@@ -316,16 +315,6 @@ def _ray_command() -> str:
         text = describe_missing("ray", "mirror.distributed.Server", "ray")
         raise ModuleNotFoundError(text, name="ray")
     return found
-
-
-def answers(address: str) -> bool:
-    """Whether something listens at an address."""
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECS):
-            return True
-    except OSError:
-        return False
 
 
 def _wait_for_head(address: str, deadline: float, secs: float) -> None:

@@ -1,19 +1,33 @@
 """Runs a command until it ends, or until the process that started it has.
 
-    python tethered.py SECS COMMAND [ARGUMENT ...]
+    python tethered.py SECS HEAD COMMAND [ARGUMENT ...]
 
-SECS is how long the command has to end after SIGTERM. The parent holds the other end of
-standard input, which the kernel closes when the parent ends, even by SIGKILL.
+SECS is how long the command has to end after SIGTERM, or after SIGINT if nothing answers at HEAD.
+The parent holds the other end of standard input, which the kernel closes when the parent ends,
+even by SIGKILL.
 """
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 
+_CONNECT_SECS = 2.0
 
-def run(secs: float, command: list[str]) -> int:
+
+def answers(address: str) -> bool:
+    """Whether something listens at an address."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECS):
+            return True
+    except OSError:
+        return False
+
+
+def run(secs: float, head: str, command: list[str]) -> int:
     """Returns the exit status of a command; SIGTERM, or the end of the parent, terminates it."""
     signal.signal(signal.SIGINT, lambda *_: None)  # of a terminal: the command gets it, too
     received = threading.Event()
@@ -22,7 +36,8 @@ def run(secs: float, command: list[str]) -> int:
 
     def end() -> None:
         received.wait()
-        child.terminate()
+        # On SIGTERM, Ray's node drains first: for half a minute, if the head is gone (Ray 2.60).
+        child.send_signal(signal.SIGTERM if answers(head) else signal.SIGINT)
         try:
             child.wait(secs)
         except subprocess.TimeoutExpired:
@@ -39,5 +54,5 @@ def run(secs: float, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    status = run(float(sys.argv[1]), sys.argv[2:])
+    status = run(float(sys.argv[1]), sys.argv[2], sys.argv[3:])
     sys.exit(status if status >= 0 else 128 - status)
