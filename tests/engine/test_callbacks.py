@@ -205,6 +205,39 @@ def test_prints_do_not_block_a_step(strategy):
     assert said == [i + 1.0 for i in range(strategy.num_replicas_in_sync)]
 
 
+FORMATS = {  # and whether they print a number and a vector
+    "{:d} {}": False,
+    "{} {:.3f}": False,
+    "{:{width}.1f} {!r:>20}": True,
+    "{0:.2e} {1.shape} {name:>5}": True,
+}
+
+
+@rows("strategy", STRATEGIES)
+def test_print_that_cannot_format_its_values_leaves_the_state(strategy, subtests):
+    """JAX raises the error when it prints, after the launch has donated the state."""
+    for text, fits in FORMATS.items():
+        model = nnx.Linear(1, 3, rngs=nnx.Rngs(0))
+        before = np.asarray(model.bias[...])
+
+        def step(model, x):
+            more = {k: v for k, v in {"width": 8, "name": "bias"}.items() if k in text}
+            jax.debug.print(text, x, model.bias[...], **more)
+            model.bias[...] += lax.psum(x, AXIS)
+
+        args = (model, numbers(strategy, 1))
+        with subtests.test(text), contextlib.redirect_stdout(io.StringIO()):
+            if fits:
+                strategy.run(step, args)
+                jax.effects_barrier()
+                assert np.all(np.asarray(model.bias[...]) > before)
+                continue
+            with pytest.raises(ValueError, match="format") as error:
+                strategy.run(step, args)
+            assert_message(error.value, names=["test_callbacks.py", text], values=["float32[3]"])
+            np.testing.assert_array_equal(model.bias[...], before)
+
+
 @pytest.mark.skipif(not launch_guard().is_needed(), reason="this JAX needs no guard")
 def test_callback_error_is_raised_by_its_own_launch():
     """An error of another program, for example: reading its results raises it."""

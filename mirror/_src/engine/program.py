@@ -25,7 +25,7 @@ from mirror._src.engine.recent_arrays import KnownLeaves, MirroredCopies, Recent
 from mirror._src.engine.replica_function import ReplicaFunction, TracedStep
 from mirror._src.jaxprs.collective_eqns import is_collective, kind_of
 from mirror._src.jaxprs.equations import arrays_in, with_inner
-from mirror._src.passes.callbacks import CallbackGuard, calls_back, require_no_order
+from mirror._src.passes.callbacks import CallbackGuard, calls_back, check_callbacks
 from mirror._src.passes.program import Program
 
 _FREE_ATTEMPTS = 4
@@ -67,7 +67,7 @@ class StepProgram:
         self._name = step.name
         self._devices = executor.replicas.devices
         self._reduces_on = executor.reduces_on
-        require_no_order(traced.jaxpr, len(set(self._devices)))
+        check_callbacks(traced.jaxpr, len(set(self._devices)))
         self._guard = CallbackGuard() if calls_back(traced.jaxpr) else None
         # With host callbacks, nothing is donated: if one fails, the arguments stay as they were.
         self.donated = call.donated() if self._guard is None else []

@@ -132,6 +132,12 @@ def _permute(perm: Any, read: Read, group: list[int]) -> list[np.ndarray]:
     return [values[source[replica]] if replica in source else zeros for replica in group]
 
 
+def _next_inputs(inputs: Sequence[Any], carried: Sequence[Any]) -> list[list[Any]]:
+    """Returns the inputs of the next iteration of a loop, whose last ones are carried."""
+    pairs = zip(inputs, carried, strict=True)
+    return [[*old[: len(old) - len(new)], *new] for old, new in pairs]
+
+
 class StagedProgram(CompiledProgram):
     """A replica program that runs as stages on lanes."""
 
@@ -297,16 +303,13 @@ class _Part:
             results = of_branches[0]
         else:
             body, *tests = parts
-            num_carried, seen = len(communication.outputs), list[Any]()
+            seen = list[Any]()
             while inputs not in seen:  # the first iteration may have weak types, the others not
                 seen.append(inputs)
                 for test in tests:
                     test.compile(inputs)
                 carried = body.compile(inputs)
-                inputs = [
-                    [*old[: len(old) - num_carried], *new]
-                    for old, new in zip(inputs, carried, strict=True)
-                ]
+                inputs = _next_inputs(inputs, carried)
             results = carried
         for known, flags in zip(values, results, strict=True):
             known.update(itertools.compress(communication.outputs, flags))
@@ -397,7 +400,6 @@ class _Part:
 
     def _run_loop(self, loop: Loop, values: list[dict[Value, Any]]) -> None:
         body, *tests = self._inner[loop]
-        num_carried = len(loop.outputs)
         inputs = [[env[value] for value in values_of(loop.inputs)] for env in values]
 
         def continues(trip: int) -> bool:
@@ -408,14 +410,10 @@ class _Part:
 
         trip = 0
         while continues(trip):
-            carried = body.run(inputs, [])
-            inputs = [
-                [*old[: len(old) - num_carried], *new]
-                for old, new in zip(inputs, carried, strict=True)
-            ]
+            inputs = _next_inputs(inputs, body.run(inputs, []))
             trip += 1
         for env, end in zip(values, inputs, strict=True):
-            env.update(zip(loop.outputs, end[len(end) - num_carried :], strict=True))
+            env.update(zip(loop.outputs, end[len(end) - len(loop.outputs) :], strict=True))
 
     def _run_branch(self, branch: Branch, values: list[dict[Value, Any]]) -> None:
         branches = self._inner[branch]

@@ -23,7 +23,7 @@ from mirror._src.base.errors import describe
 from mirror._src.devices.transfer import ENABLE_64_BITS
 from mirror._src.jaxprs.equations import equations, user_line
 from mirror._src.jaxprs.primitives import CALLBACK
-from mirror._src.passes.evaluate import Rules, bind_with
+from mirror._src.passes.evaluate import Rules, bind
 
 
 class RunningCallback(NamedTuple):
@@ -73,19 +73,40 @@ def is_callback(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in CALLBACK and "callback" in eqn.params
 
 
-def require_no_order(program: ClosedJaxpr, num_devices: int) -> None:
-    """Rejects callbacks for debugging that JAX must call in order: it does so on one device only.
+def check_callbacks(program: ClosedJaxpr, num_devices: int) -> None:
+    """Rejects callbacks and prints that would fail after the state is donated.
 
     Raises:
-        ValueError: If there is one, and several devices.
+        ValueError: If several devices would call in order, which JAX does on one device only, or a
+            print cannot format its values.
     """
-    eqns = equations(program.jaxpr) if num_devices > 1 else ()
-    for eqn in [eqn for eqn in eqns if eqn.primitive.name in CALLBACK]:
-        if "OrderedDebugEffect" in {type(effect).__name__ for effect in eqn.effects}:
+    for eqn in equations(program.jaxpr) if program.effects else ():
+        effects = {type(effect).__name__ for effect in eqn.effects}
+        if num_devices > 1 and eqn.primitive.name in CALLBACK and "OrderedDebugEffect" in effects:
             raise ValueError(
                 f"The step prints or calls back with ordered=True at {user_line(eqn)}, which JAX "
                 f"supports on one device, but the replicas have {num_devices}. Remove ordered=True."
             )
+        if eqn.params.get("has_placeholders"):
+            _require_format(eqn)
+
+
+def _require_format(eqn: JaxprEqn) -> None:
+    """Rejects a print whose format does not fit its values: JAX notices when it prints."""
+    text: str = eqn.params["fmt"]
+    avals: list[Any] = [x.aval for x in eqn.invars]
+    # A random key is printed as the vector of its data.
+    leaves = [np.zeros(x.shape, x.dtype if isinstance(x.dtype, np.dtype) else "2u4") for x in avals]
+    for position, fixed in eqn.params["static_args"]:
+        leaves.insert(position, fixed)
+    args, kwargs = jax.tree.unflatten(eqn.params["in_tree"], leaves)
+    try:
+        text.format(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"The print at {user_line(eqn)} cannot format {', '.join(map(describe, avals))} as "
+            f"{text!r}: {error}. Correct the format: {{}} prints any value."
+        ) from error
 
 
 class CallbackGuard:
@@ -145,7 +166,7 @@ class CallbackGuard:
         def rule(eqn: JaxprEqn, arguments: list[Any]) -> Sequence[Any]:
             replica = [] if axis is None else [jax.lax.axis_index(axis)]
             callback = self.wrap(eqn, has_replica=axis is not None)
-            return bind_with(eqn, [*replica, *arguments], {**eqn.params, "callback": callback})
+            return bind(eqn, [*replica, *arguments], callback=callback)
 
         return dict.fromkeys(CALLBACK, lambda eqn: rule if is_callback(eqn) else None)
 

@@ -32,7 +32,7 @@ from mirror._src.jaxprs.collective_eqns import (
     with_nan,
 )
 from mirror._src.jaxprs.equations import user_line
-from mirror._src.passes.evaluate import Rule, Rules, bind_with
+from mirror._src.passes.evaluate import Rule, Rules, bind
 
 Reduction: TypeAlias = Callable[[str, Array, str], Array]
 """Reduces stacked operands, given the primitive, the operands and a description for messages."""
@@ -88,9 +88,7 @@ def _find_complex_sum(eqn: JaxprEqn) -> Rule | None:
     avals: list[Any] = [atom.aval for atom in eqn.invars]
     if not any(jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in avals):
         return None
-    return lambda eqn, arguments: [
-        sum_of_parts(lambda x: bind_with(eqn, [x], eqn.params)[0], value) for value in arguments
-    ]
+    return lambda eqn, values: [sum_of_parts(lambda x: bind(eqn, [x])[0], y) for y in values]
 
 
 def _find_empty(eqn: JaxprEqn) -> Rule | None:
@@ -228,25 +226,21 @@ class CollectiveRules(Formulas):
     @property
     def rules(self) -> Rules:
         """Rules for `Lowering`."""
+        reduces: Rules = dict.fromkeys(ALL_REDUCES, self._if_over_replicas(self._reduce))
+        scatters: Rules = {"reduce_scatter": self._if_over_replicas(self._reduce_scatter)}
         if self._axis is not None and self._reduction is not None:
-            return {
-                **dict.fromkeys(ALL_REDUCES, self._if_over_replicas(self._reduce)),
-                "reduce_scatter": self._if_over_replicas(self._reduce_scatter),
-            }
+            return {**reduces, **scatters}
         if self._axis is not None:
             extremes: Rules = dict.fromkeys(("pmax", "pmin"), self._find_extreme)
             rules: Rules = {"psum": _find_complex_sum, "all_gather": _find_empty, **extremes}
             # They become all-reduces, of which every replica keeps its part. The reduce-scatter of
             # gloo returns wrong values for large arrays from time to time (jax#40830; JAX 0.10 to
             # 0.12.0.1).
-            scatters: Rules = {"reduce_scatter": self._if_over_replicas(self._reduce_scatter)}
             return {**rules, **scatters} if self._over_gloo else rules
-        return {
-            **dict.fromkeys(ALL_REDUCES, self._if_over_replicas(self._reduce)),
-            "axis_index": self._if_over_replicas(lambda *_: [self._replica_id()]),
-            "reduce_scatter": self._if_over_replicas(self._reduce_scatter),
-            **self._over_replicas(self.moves),
-        }
+        moves = {name: self._map_operands(rule) for name, rule in self.moves.items()}
+        moves["axis_index"] = lambda *_: [self._replica_id()]
+        others = {name: self._if_over_replicas(rule) for name, rule in moves.items()}
+        return {**reduces, **scatters, **others}
 
     def _find_extreme(self, eqn: JaxprEqn) -> Rule | None:
         """Returns the rule for a maximum or minimum of floats or booleans over devices."""
@@ -259,11 +253,6 @@ class CollectiveRules(Formulas):
 
     def _if_over_replicas(self, rule: Rule) -> Callable[[JaxprEqn], Rule | None]:
         return lambda eqn: rule if names_axis(eqn) else None
-
-    def _over_replicas(self, rules: dict[str, Callable[[dict[str, Any], Array], Array]]) -> Rules:
-        return {
-            name: self._if_over_replicas(self._map_operands(rule)) for name, rule in rules.items()
-        }
 
     def _map_operands(self, rule: Callable[[dict[str, Any], Array], Array]) -> Rule:
         def apply(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:

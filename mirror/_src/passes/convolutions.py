@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import JaxprEqn
 
-from mirror._src.passes.evaluate import Rule, Rules, bind_with
+from mirror._src.passes.evaluate import Rule, Rules, bind
 
 _MOST_TERMS = 125  # each is a few operations
 _MOST_GROUPS = 64
@@ -199,7 +199,7 @@ def _channels_last(conv: _Convolution, x: Any, w: Any) -> Any:
     """XLA's convolution, in the layout of its fast kernel."""
     numbers = lax.ConvDimensionNumbers(*_last_of(len(conv.kernel) + 1))
     params = {**conv.params, "dimension_numbers": numbers}
-    (y,) = bind_with(conv.eqn, [conv.x(x), conv.w(w)], params)
+    (y,) = bind(conv.eqn, [conv.x(x), conv.w(w)], **params)
     return conv.result(y)
 
 
@@ -210,7 +210,7 @@ def _last_of(last: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _unchanged(conv: _Convolution, x: Any, w: Any) -> Any:
-    return bind_with(conv.eqn, [x, w], conv.params)[0]
+    return bind(conv.eqn, [x, w], **conv.params)[0]
 
 
 _Form: TypeAlias = Callable[[_Convolution, Any, Any], Any]

@@ -56,14 +56,10 @@ class Evaluation:
             return bind(eqn, arguments)
 
 
-def bind(eqn: JaxprEqn, arguments: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of the operation on other operands."""
-    return bind_with(eqn, arguments, eqn.params)
-
-
-def bind_with(eqn: JaxprEqn, arguments: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    """Returns the outputs of the operation on other operands, with other parameters."""
-    outputs = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(params))
+def bind(eqn: JaxprEqn, arguments: Sequence[Any], /, **changed: Any) -> list[Any]:
+    """Returns the outputs of the operation on other operands, also with other parameters."""
+    params = eqn.primitive.get_bind_params({**eqn.params, **changed})
+    outputs = eqn.primitive.bind(*arguments, **params)
     return outputs if eqn.primitive.multiple_results else [outputs]
 
 
@@ -188,7 +184,7 @@ class Lowering(Evaluation):
             return rule(self, eqn, arguments)
         program = called(eqn)
         if program is None:
-            return bind_with(eqn, arguments, _without_mesh(eqn.params))
+            return bind(eqn, arguments, **_without_mesh(eqn.params))
         if needs_barrier(eqn):
             # As in JAX's own lowering: otherwise XLA merges the recomputation with the original.
             arguments = jax.lax.optimization_barrier(arguments)

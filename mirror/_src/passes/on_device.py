@@ -27,7 +27,7 @@ from mirror._src.base.types import Array
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, positive_zero, reduce_locally
 from mirror._src.passes.collective_rules import Formulas, Reduction, reduce_extreme, sum_of_parts
-from mirror._src.passes.evaluate import Rule, Rules, at_line_of, bind_with
+from mirror._src.passes.evaluate import Rule, Rules, at_line_of, bind
 from mirror._src.passes.lower import lowered
 from mirror._src.passes.program import Atom, Constant, Value, values_of
 from mirror._src.passes.staged import (
@@ -350,7 +350,7 @@ CALLED_SEQUENTIALLY: Rules = {
 
 
 def _call_sequentially(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
-    return bind_with(eqn, arguments, {**eqn.params, "vmap_method": "sequential"})
+    return bind(eqn, arguments, vmap_method="sequential")
 
 
 def vectorized(fn: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
@@ -390,7 +390,7 @@ def _pool(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     params = {k: v[1:] if k in _TRIVIAL else v for k, v in eqn.params.items()}
     k, b, *_ = arguments[0].shape
     batches = [x.reshape(k * b, *x.shape[2:]) for x in arguments]
-    return [pooled.reshape(k, b, *pooled.shape[1:]) for pooled in bind_with(eqn, batches, params)]
+    return [pooled.reshape(k, b, *pooled.shape[1:]) for pooled in bind(eqn, batches, **params)]
 
 
 _POOLING: Rules = dict.fromkeys(
@@ -487,7 +487,7 @@ def _dot_general(eqn: JaxprEqn) -> Callable[..., Array]:
         [[axis + 1 for axis in axes] for axes in pair] for pair in eqn.params["dimension_numbers"]
     )
     numbers = tuple((0, *axes) for axes in contracted), tuple(map(tuple, batch))
-    return lambda *rows: _bound(eqn, rows, {"dimension_numbers": numbers})
+    return lambda *rows: _bound(eqn, rows, dimension_numbers=numbers)
 
 
 def _convolution(eqn: JaxprEqn) -> Callable[..., Array] | None:
@@ -495,7 +495,7 @@ def _convolution(eqn: JaxprEqn) -> Callable[..., Array] | None:
     lhs, rhs, _ = eqn.params["dimension_numbers"]
     if eqn.params["feature_group_count"] > 1:  # which would join features of other groups
         return None
-    return lambda x, w: _bound(eqn, (_joined(x, lhs[1]), _joined(w, rhs[1])), {})
+    return lambda x, w: _bound(eqn, (_joined(x, lhs[1]), _joined(w, rhs[1])))
 
 
 def _joined(rows: Array, axis: int) -> Array:
@@ -505,9 +505,9 @@ def _joined(rows: Array, axis: int) -> Array:
     return jnp.moveaxis(rows, 0, axis).reshape(shape)
 
 
-def _bound(eqn: JaxprEqn, rows: Sequence[Array], params: dict[str, Any]) -> Array:
+def _bound(eqn: JaxprEqn, rows: Sequence[Array], **changed: Any) -> Array:
     with at_line_of(eqn):
-        return bind_with(eqn, rows, {**eqn.params, **params})[0]
+        return bind(eqn, rows, **changed)[0]
 
 
 _PRODUCTS: dict[str, Callable[[JaxprEqn], Callable[..., Array] | None]] = {
