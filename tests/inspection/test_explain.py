@@ -1,8 +1,10 @@
 """`strategy.inspect` and `strategy.explain` describe steps with known properties."""
 
+import copy
 import dataclasses
 import itertools
 import json
+import pickle
 import re
 import sys
 import time
@@ -57,6 +59,22 @@ def state_of(*objects):
 
 def by_name(rows):
     return {row.name: row for row in rows}
+
+
+def test_reports_can_be_pickled_and_copied(subtests):
+    strategy = cpu_strategy(2)
+    arguments = training(strategy, MLP)
+    for report in [
+        strategy.inspect(nnx_step, arguments),
+        strategy.inspect(nnx_step, arguments).equals_one_device,
+        strategy.explain(nnx_step, arguments, steps=2),
+        strategy.verify(nnx_step, arguments),
+    ]:
+        for twin in (pickle.loads(pickle.dumps(report)), copy.deepcopy(report)):
+            with subtests.test(type(report).__name__):
+                assert (twin, repr(twin)) == (report, repr(report))
+                for name in ("equals_one_device", "collectives"):
+                    assert getattr(twin, name, 0) == getattr(report, name, 0)
 
 
 # program

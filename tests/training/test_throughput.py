@@ -92,6 +92,33 @@ def test_rates_are_of_the_steps_without_compilation(layout, monkeypatch):
     np.testing.assert_allclose(history["goodput"], [2.5 / 7.5, 5 / 14])
 
 
+class SavesEpoch(callbacks.Callback):
+    """Saves after the last step of an epoch, before its end."""
+
+    def __init__(self, directory):
+        self._directory = directory
+
+    def on_step(self, fit):
+        if fit.position.step == N // SIZE:
+            fit.trainer.save(self._directory)
+
+
+def test_epoch_that_is_resumed_at_its_end_has_no_steps(tmp_path):
+    """Its rates are unknown; the share of the time in steps is known."""
+    histories = []
+    for added in (SavesEpoch(tmp_path), callbacks.Throughput()):
+        with cpu_strategy(1).scope():
+            net = nnx.Linear(IN, OUT, rngs=nnx.Rngs(0))
+            trainer = mirror.Trainer(net, optax.sgd(0.1), loss_fn)
+        if histories:
+            trainer.restore(tmp_path)
+        histories.append(
+            trainer.fit(DATA, epochs=2, batch_size=SIZE, callbacks=added, progress=False)
+        )
+    assert histories[1]["goodput"][0] == 0 < histories[1]["goodput"][1]
+    assert np.isnan(histories[1]["examples_per_sec"][0])
+
+
 NO_FLOPS = {
     "a loop": {"loss": scanned},
     "pieces": {"accumulate_steps": 2},

@@ -62,6 +62,10 @@ class CollectiveRow:
     trips: int | None = 1
     operations: tuple[Operation, ...] = field(default=(), repr=False, compare=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle has no operations, which belong to a program of this process."""
+        return {**vars(self), "operations": ()}
+
     @property
     def in_words(self) -> str:
         """Kind and operation, such as `all-reduce (sum)`."""
@@ -205,6 +209,10 @@ class ProgramReport(Report):
         It is not computed before it is read. The step is then traced again, with the whole batch.
         """
         return self._compare()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy or a pickle has the result of `equals_one_device` in place of the step."""
+        return {**vars(self), "equals_one_device": self.equals_one_device, "_compare": None}
 
     @property
     def in_step(self) -> bool:

@@ -414,9 +414,12 @@ class Throughput(Callback):
     def on_epoch_end(self, fit: FitLoop, logs: dict[str, float]) -> None:
         """Adds the metrics."""
         seconds = self._end - max(self._compiled, fit.steps_began)
-        if seconds <= 0:
-            return
-        self._in_steps += seconds
+        if seconds > 0:  # else, the epoch was restored after its last step
+            self._in_steps += seconds
+            self._add_rates(fit, logs, seconds)
+        logs["goodput"] = self._in_steps / (clock.now() - self._began)
+
+    def _add_rates(self, fit: FitLoop, logs: dict[str, float], seconds: float) -> None:
         for name, amount in self._after.items():
             logs[f"{name}_per_sec"] = (amount - self._before.get(name, 0)) / seconds
         if self._flops is None:
@@ -428,7 +431,6 @@ class Throughput(Callback):
             peak = self._peak or peak_of(devices[0].device_kind)
             if peak is not None:
                 logs["peak_share"] = rate / peak
-        logs["goodput"] = self._in_steps / (clock.now() - self._began)
 
 
 def _amounts(fit: FitLoop) -> dict[str, Any]:
