@@ -136,7 +136,6 @@ _logger = logging.getLogger("mirror")
 _POLL_SECS = 0.5
 _HEAD_SECS = 5.0  # without an answer of the head, before `join` returns
 _DRAIN_SECS = 40.0  # Ray lets its node drain for up to 30 s
-_STOP_SECS = _DRAIN_SECS + 5
 _STARTED = "Ray runtime started"
 # A node that joins while the head is still starting may time out after 30 s (Ray 2.60), although
 # the port of the head is open.
@@ -243,15 +242,8 @@ class Server:
 
     def stop(self) -> None:
         """Stops the node. Ray's other nodes on this machine remain."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(_STOP_SECS)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self._process.terminate()
+        self._process.communicate()
         self._output.close()
 
     def __enter__(self) -> "Server":
