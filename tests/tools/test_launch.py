@@ -47,7 +47,7 @@ CPUS = {"JAX_NUM_CPU_DEVICES": "4"}
 ENVIRONMENTS = {  # GPUs, options, environment, what is added
     "nothing asked": (8, None, False, {}, {}),
     "no GPU": (0, 4, False, {}, CPUS),
-    "so many that JAX starts slowly": (0, 10_000, False, {}, {"JAX_NUM_CPU_DEVICES": "10000"}),
+    "a number that JAX starts slowly": (0, 10_000, False, {}, {"JAX_NUM_CPU_DEVICES": "10000"}),
     "the flag agrees": (0, 4, False, {"XLA_FLAGS": f"{FLAG}=2 {FLAG}=4"}, CPUS),
     "the variable agrees": (0, 4, False, {**CPUS}, CPUS),
     "GPUs": (8, 3, False, {}, {"CUDA_VISIBLE_DEVICES": "0,1,2"}),
