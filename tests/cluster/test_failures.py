@@ -55,7 +55,10 @@ def test_an_error_of_all_processes_ends_them_in_order():
 
 
 def test_another_process_with_the_same_number_is_recognized():
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+    code = "print(flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as child:
+        child.stdout.readline()  # before it runs Python, it has no command line
         pids = [str(os.getpid()), str(child.pid)]
         found = [inside.failures().running(pid).split() for pid in pids]
     assert [number for number, _, _ in found] == pids
