@@ -81,7 +81,7 @@ def test_every_stage_runs_once(tmp_path):
         assert calls.count(f"\n{tool}") == 1
     assert "--slow --dev -m slow or dev" in calls
     assert "--gpu-aot -m gpu_aot" in calls
-    assert calls.count("-several-processes.xml --slow tests/cluster tests/training/") == 1
+    assert calls.count("-several-processes.xml --slow --dist load tests/cluster tests/tr") == 1
     assert calls.count("-k 01_first") + calls.count("-k 02_second") == 1
     assert not list(tmp_path.glob("tmp.*")), "nothing is left behind"
 

@@ -1,5 +1,6 @@
 """`Server`: makes this process a task of a cluster with parameter servers, as a Ray node."""
 
+import fcntl
 import importlib.util
 import json
 import logging
@@ -137,9 +138,6 @@ _POLL_SECS = 0.5
 _HEAD_SECS = 5.0  # without an answer of the head, before `join` returns
 _DRAIN_SECS = 40.0  # Ray lets its node drain for up to 30 s
 _STARTED = "Ray runtime started"
-# A node that joins while the head is still starting may time out after 30 s (Ray 2.60), although
-# the port of the head is open.
-_SETTLE_SECS = 5.0
 _ATTEMPTS = 3
 
 
@@ -207,17 +205,20 @@ class Server:
         command = [*tether, _ray_command(), *self._options(num_cpus, num_gpus)]
         if self._task != head_of(self._spec):
             _wait_for_head(self.target, deadline, start_secs)
-        for attempts_left in reversed(range(_ATTEMPTS)):
-            self._output = tempfile.TemporaryFile()  # noqa: SIM115 - `stop` closes it
-            self._process = subprocess.Popen(
-                command,
-                env={**os.environ, **token_variables()},
-                stdin=subprocess.PIPE,  # closed when this process ends
-                stdout=self._output,
-                stderr=subprocess.STDOUT,
-            )
-            if self._has_started(deadline, start_secs, attempts_left):
-                break
+        # Ray (2.60) may give nodes that start together the same socket: one then fails after 30 s.
+        with open(Path(tempfile.gettempdir(), f"mirror-{os.getuid()}.lock"), "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for attempts_left in reversed(range(_ATTEMPTS)):
+                self._output = tempfile.TemporaryFile()  # noqa: SIM115 - `stop` closes it
+                self._process = subprocess.Popen(
+                    command,
+                    env={**os.environ, **token_variables()},
+                    stdin=subprocess.PIPE,  # closed when this process ends
+                    stdout=self._output,
+                    stderr=subprocess.STDOUT,
+                )
+                if self._has_started(deadline, start_secs, attempts_left):
+                    break
         _logger.info("%s is a node of the Ray cluster at %s", self._task, self.target)
 
     @property
@@ -310,8 +311,6 @@ def _ray_command() -> str:
 
 
 def _wait_for_head(address: str, deadline: float, secs: float) -> None:
-    if answers(address):
-        return
     while not answers(address):
         if time.monotonic() > deadline:
             raise RuntimeError(
@@ -320,4 +319,3 @@ def _wait_for_head(address: str, deadline: float, secs: float) -> None:
                 "processes the same cluster, and open the port to this machine."
             )
         time.sleep(_POLL_SECS)
-    time.sleep(_SETTLE_SECS)
