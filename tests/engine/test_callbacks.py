@@ -209,7 +209,7 @@ FORMATS = {  # and whether they print a number and a vector
     "{:d} {}": False,
     "{} {:.3f}": False,
     "{:{width}.1f} {!r:>20}": True,
-    "{0:.2e} {1.shape} {name:>5}": True,
+    "{0.weak_type} {1.shape} {name:>5}": True,
 }
 
 

@@ -8,6 +8,7 @@ raises the exception after the launch has finished.
 A callback that does not return lets the other replicas wait, too: `running_callbacks` tells which.
 """
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -101,7 +102,8 @@ def _require_format(eqn: JaxprEqn) -> None:
         leaves.insert(position, fixed)
     args, kwargs = jax.tree.unflatten(eqn.params["in_tree"], leaves)
     try:
-        text.format(*args, **kwargs)
+        with contextlib.suppress(AttributeError, LookupError):  # JAX checks names, with its arrays
+            text.format(*args, **kwargs)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"The print at {user_line(eqn)} cannot format {', '.join(map(describe, avals))} as "
