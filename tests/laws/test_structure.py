@@ -82,15 +82,15 @@ BUDGETS = {
     "devices": Size(2044, 16, 26),
     "cluster": Size(1173, 7, 20),
     "jaxprs": Size(3299, 16, 30),
-    "passes": Size(2737, 16, 33),
-    "engine": Size(5505, 31, 73),
-    "inspection": Size(2071, 9, 22),
+    "passes": Size(2743, 16, 33),
+    "engine": Size(5500, 31, 73),
+    "inspection": Size(2075, 9, 22),
     "data": Size(1396, 10, 25),
     "keras": Size(499, 5, 5),
     "strategy": Size(960, 6, 10),
-    "training": Size(5775, 32, 64),
-    "ps": Size(3604, 20, 67),
-    "tools": Size(2981, 24, 30),
+    "training": Size(5776, 32, 64),
+    "ps": Size(3594, 20, 67),
+    "tools": Size(2983, 24, 30),
 }
 
 

@@ -81,7 +81,7 @@ def check_callbacks(program: ClosedJaxpr, num_devices: int) -> None:
         ValueError: If several devices would call in order, which JAX does on one device only, or a
             print cannot format its values.
     """
-    for eqn in equations(program.jaxpr) if program.effects else ():
+    for eqn in [eqn for eqn in equations(program.jaxpr) if eqn.effects]:
         effects = {type(effect).__name__ for effect in eqn.effects}
         if num_devices > 1 and eqn.primitive.name in CALLBACK and "OrderedDebugEffect" in effects:
             raise ValueError(
