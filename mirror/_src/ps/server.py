@@ -206,7 +206,7 @@ class Server:
         if self._task != head_of(self._spec):
             _wait_for_head(self.target, deadline, start_secs)
         # Ray (2.60) may give nodes that start together the same socket: one then fails after 30 s.
-        with open(Path(tempfile.gettempdir(), f"mirror-{os.getuid()}.lock"), "a") as lock:
+        with open(Path(tempfile.gettempdir(), f"mirror-{os.getuid()}.lock"), "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             for attempts_left in reversed(range(_ATTEMPTS)):
                 self._output = tempfile.TemporaryFile()  # noqa: SIM115 - `stop` closes it
