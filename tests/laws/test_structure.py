@@ -81,7 +81,7 @@ BUDGETS = {
     "base": Size(1114, 14, 14),
     "devices": Size(2044, 16, 26),
     "cluster": Size(1173, 7, 20),
-    "jaxprs": Size(3299, 16, 30),
+    "jaxprs": Size(3296, 16, 30),
     "passes": Size(2743, 16, 33),
     "engine": Size(5500, 31, 73),
     "inspection": Size(2075, 9, 22),

@@ -29,6 +29,7 @@ from mirror._src.jaxprs.collective_eqns import (
     is_stateful,
     require_supported_dtype,
     result_of,
+    spans_whole_axis,
 )
 from mirror._src.jaxprs.equations import (
     Interpreter,
@@ -396,7 +397,7 @@ def _repeats_rows(eqn: JaxprEqn) -> bool:
 
 def _is_mirrored(eqn: JaxprEqn, operands: Mark, num_replicas: int) -> bool:
     """Whether a collective leaves the same value on all replicas."""
-    if eqn.params.get("axis_index_groups") is not None:
+    if not spans_whole_axis(eqn):
         return False
     if eqn.primitive.name == "ppermute" and not operands.per_replica:
         return len({target for _, target in eqn.params["perm"]}) == num_replicas

@@ -151,8 +151,7 @@ class Pass(Interpreter[Relation]):
     def pair(self, eqn: JaxprEqn, whole: JaxprEqn) -> Pair:
         rounds = self.loops[0] if self.loops else 0
         assumed = self.row_counts, self.has_own_samples
-        where = self.num_replicas, self.within, rounds
-        return Pair(eqn, whole, *where, *assumed, eqn.primitive.name)
+        return Pair(eqn, whole, self.num_replicas, self.within, rounds, *assumed)
 
     def with_literals(
         self, atoms: Sequence[Any], whole: Sequence[Any], relations: Sequence[Relation]

@@ -360,11 +360,7 @@ def _result(pair: Pair, operands: list[Relation]) -> list[Relation]:
     if Kind.SPREAD in kinds:
         return [pair.other(Why.PART)] * count
     keeps_zero = name in _KEEPS_ZERO or pair.eqn.params.get("y", 0) > 0  # `integer_pow`
-    if (
-        keeps_zero
-        and Kind.ZERO in kinds
-        and all(x.kind is Kind.ZERO for x in _values(pair, operands))
-    ):
+    if keeps_zero and all(x.kind is Kind.ZERO for x in _values(pair, operands)):
         return [ZERO] * count
     if all(x.is_equal for x in operands) and _is_same_operation(pair):
         outputs = zip(pair.eqn.outvars, pair.whole.outvars, strict=True)

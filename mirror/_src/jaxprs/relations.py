@@ -136,8 +136,8 @@ class Relation(NamedTuple):
 
 ZERO = Relation(Kind.ZERO)
 SAME = Relation(Kind.SAME)
-kind_of: Callable[[Relation], Kind] = operator.itemgetter(0)
-pieces_of: Callable[[Relation], int | None] = operator.itemgetter(3)
+kind_of: Callable[[Relation], Kind] = operator.attrgetter("kind")
+pieces_of: Callable[[Relation], int | None] = operator.attrgetter("pieces")
 
 
 def rows(axis: int, scale: Fraction = Fraction(1)) -> Relation:
@@ -238,7 +238,6 @@ class Pair(NamedTuple):
         row_counts: Sizes of axes that are assumed to be of rows. Then there is no program of one
             device, and `whole` is `eqn`. `None` if there is one.
         has_own_samples: Whether random numbers of replicas count as the ones of one device.
-        name: The name of the operation.
     """
 
     eqn: JaxprEqn
@@ -248,7 +247,11 @@ class Pair(NamedTuple):
     rounds: int = 0
     row_counts: Collection[int] | None = None
     has_own_samples: bool = False
-    name: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the operation."""
+        return self.eqn.primitive.name
 
     def cause(self, why: Why) -> Cause:
         """Returns the operation as a cause, without its line if its relation is assumed."""

@@ -524,8 +524,7 @@ class Driver:
         """Lets the servers commit the last synchronous step, unless they have."""
         if self._commit is not None:
             commits = [(self.incarnation, *self._commit)] * self._engine.num_servers
-            call = self._call_servers(self.incarnation, "commit", commits)
-            self._group.create_task(call)
+            self._group.create_task(self._call_servers(self.incarnation, "commit", commits))
 
     def _call_servers(
         self, incarnation: int, method: str, arguments: Sequence[tuple[Any, ...]]

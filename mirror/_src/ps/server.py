@@ -1,6 +1,5 @@
 """`Server`: makes this process a task of a cluster with parameter servers, as a Ray node."""
 
-import fcntl
 import importlib.util
 import json
 import logging
@@ -205,6 +204,8 @@ class Server:
         command = [*tether, _ray_command(), *self._options(num_cpus, num_gpus)]
         if self._task != head_of(self._spec):
             _wait_for_head(self.target, deadline, start_secs)
+        import fcntl  # which Windows lacks
+
         # Ray (2.60) may give nodes that start together the same socket: one then fails after 30 s.
         with open(Path(tempfile.gettempdir(), f"mirror-{os.getuid()}.lock"), "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -147,12 +147,13 @@ class Worker:
             for values, own, moved, touched in zip(pulled, gradients, changes, rows, strict=True)
         ]
         replies = self._servers.call_all("push", [(push,) for push in pushes])
-        if step is None or program.has_tables or assignment.num_parts > 1:
+        if must_wait or assignment.num_parts > 1:
             _late(replies())
             return Result(value)
         if len(pushes) > 1:  # no server may commit before all have their gradients
             _late(replies())
         # The step is complete: servers update and send the values while its result travels.
+        assert step is not None  # otherwise, it must wait
         self._ahead[incarnation, step + 1] = pull(no_ids, step + 1, Committed(step, task, 1))
         _late(replies())
         return Result(value, is_committed=True)
