@@ -95,7 +95,7 @@ class Cluster:
         )
         self.stores = [Store() for _ in range(servers)]
         states = split_optimizer_state(
-            self.tx, objects.trained, self.placement, objects.read_optimizer()
+            objects.state_structs, objects.trained, self.placement, objects.read_optimizer()
         )
         values = self.placement.split(objects.read())
         held = zip(self.stores, self.placement.servers, values, states, strict=True)

@@ -41,7 +41,7 @@ def collect(objects, placement, stores, commit):
         store.commit(0, *(commit or ()))
         snapshots.append(store.snapshot())
     state = join_optimizer_state(
-        objects.optimizer.tx, objects.trained, placement, [s.state for s in snapshots]
+        objects.state_structs, objects.trained, placement, [s.state for s in snapshots]
     )
     values = placement.join([s.values for s in snapshots])
     objects.write(values, state, snapshots[0].version)
@@ -56,7 +56,7 @@ class Training:
         self.placement = place(objects.leaves, 2, mirror.ps.FixedShardsPartitioner(2))
         self.stores = [Store(), Store()]
         states = split_optimizer_state(
-            self.tx, objects.trained, self.placement, objects.read_optimizer()
+            objects.state_structs, objects.trained, self.placement, objects.read_optimizer()
         )
         values = self.placement.split(objects.read())
         for store, slices, own, state in zip(

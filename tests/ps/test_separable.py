@@ -164,11 +164,11 @@ def test_servers_compute_what_optax_computes_for_whole_leaves(names, subtests):
             servers = Servers(tx, values, placement=placements[0])
             for each in gradients[:2]:
                 servers.step(each)
-            joined = join_optimizer_state(tx, trained(values), placements[0], servers.states())
-            states = split_optimizer_state(tx, trained(values), placements[1], joined)
-            assert_equal_trees(
-                join_optimizer_state(tx, trained(values), placements[1], states), joined
-            )
+            structs, _ = objects.init_structs(tx, trained(values))
+            known = structs, trained(values)
+            joined = join_optimizer_state(*known, placements[0], servers.states())
+            states = split_optimizer_state(*known, placements[1], joined)
+            assert_equal_trees(join_optimizer_state(*known, placements[1], states), joined)
             servers = Servers(tx, servers.values(), placement=placements[1], states=states)
             for each in gradients[2:]:
                 servers.step(each)
@@ -177,5 +177,5 @@ def test_servers_compute_what_optax_computes_for_whole_leaves(names, subtests):
                 np.testing.assert_allclose(
                     got[leaf], value, rtol=tolerance, atol=tolerance, err_msg=leaf
                 )
-            joined = join_optimizer_state(tx, trained(values), placements[1], servers.states())
+            joined = join_optimizer_state(*known, placements[1], servers.states())
             assert_equal_trees(joined, objects.by_path(state), 2e-5 if tolerance else 0.0)

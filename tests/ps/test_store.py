@@ -140,8 +140,9 @@ def test_values_do_not_change_before_the_commit():
         np.testing.assert_array_equal(one, other)
 
 
-def test_pulled_values_and_snapshots_do_not_change_later():
-    store = make_store()
+@pytest.mark.parametrize("mu_dtype", [None, "bfloat16"])  # NumPy has no view of it by DLPack
+def test_pulled_values_and_snapshots_do_not_change_later(mu_dtype):
+    store = make_store(optax.adam(1e-2, mu_dtype=mu_dtype))
     pulled, snapshot = store.pull(0, 0, None, {}), store.snapshot()
     copies = jax.tree.map(np.array, (pulled.trained, pulled.moving, dict(snapshot.values)))
     state = jax.tree.map(np.array, snapshot.state)

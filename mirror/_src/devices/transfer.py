@@ -179,6 +179,11 @@ def move(array: Array | np.ndarray, device: jax.Device) -> Array:
     return jax.device_put(array, device)
 
 
+def copied(array: Array | np.ndarray, device: jax.Device | None = None) -> Array:
+    """Copies an array of NumPy to a device, the default one unless it is given."""
+    return jax.device_put(array, device, may_alias=False)
+
+
 def host_view(array: Array) -> Array | np.ndarray:
     """Returns an array on one host device as one of NumPy, without a copy, and others unchanged.
 

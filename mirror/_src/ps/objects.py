@@ -1,5 +1,6 @@
 """The model and optimizer of a training step, as arrays by name that parameter servers hold."""
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, final
@@ -12,7 +13,7 @@ from flax import nnx, traverse_util
 
 from mirror._src.base.errors import describe, listing
 from mirror._src.base.types import PyTree, keys_like
-from mirror._src.devices.transfer import move
+from mirror._src.devices.transfer import copied, move
 from mirror._src.engine.nnx.structure import with_copies, with_snapshots
 from mirror._src.engine.variable import Variable
 from mirror._src.ps.placement import Leaf, Placement, rows
@@ -21,6 +22,7 @@ from mirror._src.training.checkpoints.files import KeyData, on_host
 from mirror._src.training.checkpoints.snapshot import value_of
 
 Path = tuple[Any, ...]
+Structs = list[tuple[Path, jax.ShapeDtypeStruct]]
 OptimizerState = Mapping[tuple[str, ...], np.ndarray]
 
 
@@ -54,7 +56,7 @@ def structs(leaves: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
 
 def init_structs(
     tx: optax.GradientTransformation, leaves: Mapping[str, Any]
-) -> tuple[list[tuple[Path, jax.ShapeDtypeStruct]], Any]:
+) -> tuple[Structs, Any]:
     """Returns the paths, shapes and dtypes of the state of an optimizer, and its structure.
 
     Raises:
@@ -105,7 +107,7 @@ def path_text(path: Path) -> tuple[str, ...]:
 
 
 def join_optimizer_state(
-    tx: optax.GradientTransformation,
+    structs: Structs,
     trained: Mapping[str, Any],
     placement: Placement,
     states: Sequence[OptimizerState],
@@ -115,13 +117,13 @@ def join_optimizer_state(
     What does not belong to a leaf, such as a count of steps, is equal on all servers.
 
     Args:
-        tx: The optimizer.
+        structs: Paths, shapes and dtypes of the whole state.
         trained: Shape and dtype of each trained leaf, whole.
         placement: Where the rows of the leaves are.
         states: The state on each server.
     """
     joined = {}
-    for path, struct in init_structs(tx, trained)[0]:
+    for path, struct in structs:
         key, name = path_text(path), row_owner(path, struct.shape, trained)
         holders = [] if name is None else placement.holders[name]
         if len(holders) > 1:
@@ -132,13 +134,12 @@ def join_optimizer_state(
 
 
 def split_optimizer_state(
-    tx: optax.GradientTransformation,
+    structs: Structs,
     trained: Mapping[str, Any],
     placement: Placement,
     state: OptimizerState,
 ) -> list[OptimizerState]:
     """Returns the state of an optimizer for each server; the inverse of `join_optimizer_state`."""
-    structs, _ = init_structs(tx, trained)
     states: list[OptimizerState] = []
     for slices in placement.servers:
         own, parts = {part.leaf: part for part in slices}, {}
@@ -158,13 +159,21 @@ def as_numpy(leaf: Any) -> np.ndarray:
     return np.asarray(leaf)
 
 
-def as_jax(leaf: np.ndarray, like: Any) -> jax.Array:
-    """Returns a copy of an array as an array of JAX with the dtype and the weak type of another."""
+def as_jax(leaf: np.ndarray, like: Any, device: jax.Device | None = None) -> jax.Array:
+    """Returns a copy of an array as an array of JAX with the dtype and the weak type of another.
+
+    Args:
+        leaf: The array.
+        like: The other one.
+        device: Where the copy is committed; None leaves it uncommitted on the default device.
+    """
     if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
-        return keys_like(jax.numpy.array(leaf), like)
-    if getattr(like, "weak_type", False) and not np.ndim(leaf):
-        return jax.numpy.asarray(np.asarray(leaf).item())
-    return jnp.asarray(np.array(leaf, like.dtype))  # not `jnp.array`, which copies once more
+        array = keys_like(jax.numpy.array(leaf), like)
+    elif getattr(like, "weak_type", False) and not np.ndim(leaf):
+        array = jax.numpy.asarray(np.asarray(leaf).item())
+    else:
+        return copied(np.asarray(leaf, like.dtype), device)
+    return array if device is None else move(array, device)
 
 
 class ModelDefinition(NamedTuple):
@@ -247,6 +256,11 @@ class TrainingObjects:
         """Shape and dtype of the trained leaves that this program holds, by name."""
         return structs({leaf.name: leaf for leaf in self._held if leaf.kind == "trained"})
 
+    @functools.cached_property
+    def state_structs(self) -> Structs:
+        """Paths, shapes and dtypes of the state of the optimizer."""
+        return init_structs(self.optimizer.tx, self.trained)[0]
+
     @property
     def _held(self) -> list[Leaf]:
         """The leaves that this program holds too."""
@@ -300,8 +314,7 @@ class TrainingObjects:
     def read_optimizer(self) -> OptimizerState:
         """Returns the optimizer's state, as servers see it."""
         state = by_path(nnx.as_pure(self.optimizer.opt_state))
-        structs, _ = init_structs(self.optimizer.tx, self.trained)
-        wanted = {path_text(path) for path, _ in structs}
+        wanted = {path_text(path) for path, _ in self.state_structs}
         if state.keys() != wanted:
             differing = sorted(wanted - state.keys()) or sorted(state)
             raise ValueError(
@@ -372,8 +385,7 @@ def _like(value: np.ndarray, old: Any) -> Any:
     """Returns an array of JAX with the dtype of the old one, on its first device."""
     if not isinstance(old, jax.Array):
         return as_jax(value, old)
-    device = min(old.devices(), key=lambda device: device.id)
-    return move(as_jax(value, old), device)
+    return as_jax(value, old, min(old.devices(), key=lambda device: device.id))
 
 
 def require_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:

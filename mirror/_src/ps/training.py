@@ -196,7 +196,7 @@ class ServedTraining:
             version = snapshots[0][1].version
             values = self.placement.join([snapshot.values for _, snapshot, _ in snapshots])
             state = join_optimizer_state(
-                objects.optimizer.tx,
+                objects.state_structs,
                 objects.trained,
                 self.placement,
                 [snapshot.state or {} for _, snapshot, _ in snapshots],
@@ -235,7 +235,9 @@ class ServedTraining:
             tables=self._tables.functions,
         )
         values = placement.split(objects.read())
-        states = split_optimizer_state(tx, objects.trained, placement, objects.read_optimizer())
+        states = split_optimizer_state(
+            objects.state_structs, objects.trained, placement, objects.read_optimizer()
+        )
         kept = self._kept_rows(objects, placement)
         what = "`first_rows` of a mirror.ps.ServerTable, or `tx`,"
         definitions = [
