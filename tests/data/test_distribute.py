@@ -417,6 +417,21 @@ def test_padded_yields_every_example_once_in_one_shape(subtests):
                 assert sum(padded.num_examples for padded in data) == sum(sizes)
 
 
+def test_padded_on_the_host_has_the_rows_of_the_devices(two, subtests):
+    for name, group in itertools.product(BATCHES, [1, 2]):
+        with subtests.test(name=name, group=group):
+            batch = jax.tree.map(lambda x: x.copy(), BATCHES[name])
+            data = two.distribute_dataset([batch, batch], remainder="pad")
+            placed, got = (next(iter(data.padded(group=group, on_host=it))) for it in (False, True))
+            for leaf in jax.tree.leaves(batch):
+                if isinstance(leaf, np.ndarray):
+                    leaf[...] = 0  # as loaders refill it
+            for mine, want in zip(*map(jax.tree.leaves, (got[:2], placed[:2])), strict=True):
+                assert type(mine) is np.ndarray
+                assert mine.dtype == want.dtype
+                np.testing.assert_array_equal(mine, want)
+
+
 def test_padded_length_counts_launches(two):
     source = two.distribute_dataset([rows] * 7, remainder="pad")
     assert [len(source.padded(group=k)) for k in (1, 2, 7, 8)] == [7, 4, 1, 1]

@@ -119,6 +119,7 @@ class DistributedDataset(DistributedDatasetBase[B]):
         skip: int = 0,
         state: Sequence[dict[str, Any] | None] | None = None,
         inspect: Inspect | None = None,
+        on_host: bool = False,
     ) -> PaddedDataset:
         """Returns the same batches with a mask and with one shape, as a training loop needs them.
 
@@ -135,6 +136,7 @@ class DistributedDataset(DistributedDatasetBase[B]):
                 of reading what it skips, if the source can restore it.
             inspect: Called with the number and the tree of each batch before it is distributed, in
                 the prefetch thread. Its exceptions are raised in the loop, at that batch.
+            on_host: Whether batches stay in NumPy, for steps in other processes.
 
         Returns:
             An iterable of `PaddedBatch`. It shares the source of this dataset.
@@ -144,7 +146,7 @@ class DistributedDataset(DistributedDatasetBase[B]):
                 iteration, if there are fewer examples than `skip`.
             TypeError: If one of them is not an int.
         """
-        plan = Plan(self._remainder, multiple, skip, True, inspect, group)
+        plan = Plan(self._remainder, multiple, skip, True, inspect, group, on_host=on_host)
         return PaddedDataset(
             self._source, self._replicas, self._prefetch, plan, state, is_local=self._is_local
         )

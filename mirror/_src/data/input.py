@@ -55,6 +55,7 @@ class Plan(NamedTuple):
         group: Number of batches per launch.
         is_restored: Whether the pass begins after the examples to skip.
         full: The padded size before these; 0 if it is unknown.
+        on_host: Whether batches stay in NumPy.
     """
 
     remainder: Remainder
@@ -65,6 +66,7 @@ class Plan(NamedTuple):
     group: int = 1
     is_restored: bool = False
     full: int = 0
+    on_host: bool = False
 
     @property
     def num_skipped(self) -> int:

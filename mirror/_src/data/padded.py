@@ -28,7 +28,7 @@ from mirror._src.data.source import (
     StatefulPass,
 )
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.engine.per_replica import PerReplica, is_per_replica
+from mirror._src.engine.per_replica import PerReplica, is_per_replica, per_replica
 
 
 class PaddedBatch(NamedTuple):
@@ -150,12 +150,17 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
         masks = [batch.mask(full) for batch in group]
         first = batches[0]
         if self._group == 1:
-            return first.map(self._on_replicas), self._on_replicas(masks[0])
+            place = self._in_numpy if self._plan.on_host else self._on_replicas
+            return first.map(place), place(masks[0])
         _require_same_shapes(batches)
         columns = zip(*(batch.leaves for batch in batches), strict=True)
         leaves = [self._stacked(column) for column in columns]
         masks += [np.zeros_like(masks[0])] * (self._group - len(batches))
         return first.treedef.unflatten(leaves), self._stacked(masks)
+
+    def _in_numpy(self, leaf: Any) -> PerReplica:
+        n, dtype = self._num_rows, _on_devices(leaf).dtype
+        return per_replica(np.array(leaf, dtype).reshape(n, len(leaf) // n, *leaf.shape[1:]))
 
     def _stacked(self, column: Any) -> PerReplica:
         """Stacks a leaf of a group to `(n, k, b, ...)`; the last batch fills a short group."""
@@ -165,7 +170,7 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
         filled = itertools.chain(column, itertools.repeat(column[-1]))
         for i, leaf in zip(range(self._group), filled, strict=False):
             rows[:, i] = np.asarray(leaf).reshape(n, shape[0] // n, *shape[1:])
-        return self._placed_rows(rows)
+        return per_replica(rows) if self._plan.on_host else self._placed_rows(rows)
 
     def _shapes(self) -> PaddedBatch:
         self._require_known_size()

@@ -359,7 +359,8 @@ class ServedSteps:
         self.multiple = training.accumulate_steps * strategy.num_replicas_in_sync
         self.most_running = 2 * served.engine.num_workers + 2
         self._has_tables = has_tables(self._model)
-        self.may_fail_later, self.has_lost_values, self._runs = True, False, False
+        self.on_host = self.may_fail_later = True
+        self.has_lost_values = self._runs = False
         self._treedef: Any = None  # of what the step returns
 
     def run(self, batch: PaddedBatch) -> Sums:

@@ -34,6 +34,7 @@ class StepRunner(Protocol):
     Attributes:
         multiple: The number of rows of a padded batch per replica must be a multiple of it.
         most_running: How many steps may be under way before their metrics are read.
+        on_host: Whether it takes batches in NumPy.
         may_fail_later: Whether a step may fail after `run` has returned, as if it had not run.
         has_lost_values: Whether the values of steps that ended could not be written into the
             objects.
@@ -41,6 +42,7 @@ class StepRunner(Protocol):
 
     multiple: int
     most_running: int
+    on_host: bool
     may_fail_later: bool
     has_lost_values: bool
 
@@ -114,7 +116,7 @@ class LocalSteps:
     """Steps on the replicas of a strategy, in this process or in all processes of a job."""
 
     most_running = MOST_RUNNING
-    may_fail_later = has_lost_values = False
+    on_host = may_fail_later = has_lost_values = False
 
     def __init__(self, training: Training, *, require_equal: bool | None = None) -> None:
         self._training, self._strategy = training, training.strategy

@@ -470,6 +470,7 @@ class Trainer(Generic[M]):
             skip=position.num_skipped(data if is_iterator(data) else None),
             state=position.loader,
             inspect=self._objective.inspect,
+            on_host=self._runner.on_host,
         )
         callbacks = require_callbacks(callbacks)
         if progress and not any(isinstance(callback, ProgressBar) for callback in callbacks):
