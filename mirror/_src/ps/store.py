@@ -429,7 +429,8 @@ def _view(array: Any) -> np.ndarray:
     JAX holds its own result of `np.asarray`.
     """
     is_plain = isinstance(array.dtype, np.dtype) and array.dtype.kind in "biufc"
-    return np.from_dlpack(array) if is_plain and isinstance(array, jax.Array) else as_numpy(array)
+    has_view = is_plain and isinstance(array, jax.Array)
+    return np.from_dlpack(array) if has_view else as_numpy(array)
 
 
 def _require_values(name: str, value: Any, part: Any) -> None:
