@@ -1041,7 +1041,7 @@ _OF_VARIABLES = (
     ),
     Fault(
         "an assigned value of another shape",
-        "mirror/_src/engine/storage.py",
+        "mirror/_src/engine/variable.py",
         "if array.shape != shape:",
         "if False:",
         ("tests/engine/test_variables.py",),

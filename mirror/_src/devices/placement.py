@@ -12,7 +12,6 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import set_current_trace
-from jax.sharding import SingleDeviceSharding
 
 from mirror._src.base.errors import InvalidDeviceError, describe
 from mirror._src.base.tracebacks import line_of_user
@@ -147,8 +146,6 @@ def _together(arrays: list[Array]) -> list[Array]:
     if len(shardings) == 1 and jax.config.values["jax_default_device"] is None:
         return arrays
     target = jax.extend.backend.get_default_device()
-    if shardings == {SingleDeviceSharding(target)}:
-        return arrays
     return [move(array, target) for array in arrays]
 
 

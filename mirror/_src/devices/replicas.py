@@ -1,9 +1,8 @@
 """The devices of the replicas, their mesh, and the layout of arrays on them."""
 
-import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -36,11 +35,6 @@ class Kind(NamedTuple):
 
     is_own: bool = False
     axis: int | None = None
-
-    @classmethod
-    def of(cls, per_replica: Iterable[bool]) -> "list[Kind]":
-        """Returns unsharded kinds, one for each flag."""
-        return [cls(is_own) for is_own in per_replica]
 
 
 def shard_axis(shape: Sequence[int], num_replicas: int) -> int | None:
@@ -167,11 +161,6 @@ class ReplicaDevices:
         """The devices of this process's replicas, each once."""
         return tuple(dict.fromkeys(self.devices[i] for i in self.local_ids))
 
-    def on_first(self) -> "ReplicaDevices":
-        """Returns the same replicas on the first device."""
-        devices = self.devices[:1] * len(self)
-        return ReplicaDevices(devices, axis_name=self.axis_name, in_turn=self.in_turn)
-
     def is_mirrored(self, value: Array) -> bool:
         """Whether each device stores a whole copy of the array, in replica order."""
         sharding = value.sharding
@@ -236,12 +225,6 @@ class ReplicaDevices:
         if self.slice_bytes is None:
             return None
         return stored_axis(jax.typeof(value), len(self), self.slice_bytes)
-
-    def sliced_from(self, slice_bytes: float | None) -> "ReplicaDevices":
-        """Returns the same devices, which store state in other slices."""
-        other = copy.copy(self)
-        other.slice_bytes = slice_bytes
-        return other
 
     def copy(self, value: Array) -> Array:
         """Returns a copy with the same layout, mirrored or sharded, that shares no buffer."""
@@ -403,8 +386,3 @@ class ReplicaDevices:
         """Joins rows `(1, *shape)` on the replicas' devices into a stacked array without a copy."""
         shape = (len(rows), *rows[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self.stacked, list(rows))
-
-    def from_copies(self, copies: Sequence[Array]) -> Array:
-        """Joins copies on the mesh's devices, in order, into a mirrored array without a copy."""
-        shape = copies[0].shape
-        return jax.make_array_from_single_device_arrays(shape, self.mirrored, list(copies))

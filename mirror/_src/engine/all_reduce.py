@@ -73,27 +73,18 @@ class AllReduce(CrossDeviceOps):
         outputs: list[Array] = []
         leaves = [value.stacked if isinstance(value.stacked, jax.Array) else np.stack(value.values)]
         program = _all_reduce_program(op, devices.devices)
+        name, ids = f"the reduction {op.value!r}", range(len(devices))
+        sites = [Site("all-reduce", name)]
+        spans = devices.spans_processes
+        described = Described(name, "", devices.devices, ids, lambda: sites, spans)
         with NoMesh():  # the mesh of an open scope may consist of other devices
-            launch(
-                program,
-                leaves,
-                outputs,
-                _described(op, devices),
-                bounded=devices.on_host and is_needed(),
-            )
+            bounded = devices.on_host and is_needed()
+            launch(program, leaves, outputs, described, bounded=bounded)
         return outputs[0]
 
     def __repr__(self) -> str:
         narrow = ", narrow=True" if self._narrow else ""
         return f"AllReduce(pack_bytes={self.pack_bytes}{narrow})"
-
-
-def _described(op: ReduceOp, replicas: ReplicaDevices) -> Described:
-    name = f"the reduction {op.value!r}"
-    devices, sites = replicas.devices, [Site("all-reduce", name)]
-    return Described(
-        name, "", devices, range(len(devices)), lambda: sites, replicas.spans_processes
-    )
 
 
 @functools.lru_cache(64)

@@ -10,7 +10,8 @@ from jax.extend.core import ClosedJaxpr, Var
 from mirror._src.base.errors import ReplicaDivergenceError
 from mirror._src.base.types import Array
 from mirror._src.engine.arguments import Call
-from mirror._src.engine.nnx.metrics import Update, merge
+from mirror._src.engine.executor import Executor
+from mirror._src.engine.nnx.metrics import merge
 from mirror._src.engine.plan import (
     LeafOutcome,
     Merge,
@@ -66,10 +67,8 @@ class Analysis(NamedTuple):
 def analyze(
     call: Call,
     traced: TracedStep,
+    executor: Executor,
     *,
-    slice_bytes: float | None,
-    kept_bytes: int | None,
-    pack_bytes: int,
     donated: Container[int] | None,
     reports: bool = False,
 ) -> Analysis:
@@ -78,9 +77,7 @@ def analyze(
     Args:
         call: The call.
         traced: Its trace.
-        slice_bytes: Size from which state is stored in slices; see `ReplicaDevices`.
-        kept_bytes: As for `Settings`.
-        pack_bytes: All-reduces of at most this many bytes are packed.
+        executor: The executor that will run it.
         donated: Positions of donated arguments; None if they are unknown, in a report.
         reports: Whether errors are collected instead of raised. The marks then also record the
             collectives that each output was computed from.
@@ -125,10 +122,11 @@ def analyze(
     plan = Plan(changed, averaged, list(merges), [mark.per_replica for mark in results])
     finish = None if problems else average_and_merge(traced, plan)
     programs = [jaxpr] if finish is None else [jaxpr, finish]
-    settings = Settings(n, pack_bytes, step.per_replica, axis_name=step.axis_name)
-    if slice_bytes is not None and finish is not None:
+    settings = Settings(n, executor.pack_bytes, step.per_replica, axis_name=step.axis_name)
+    least, kept = executor.replicas.slice_bytes, executor.kept_bytes
+    if least is not None and finish is not None:
         state = _state(call, traced, plan, donated)
-        settings = settings._replace(state=state, min_bytes=slice_bytes, kept_bytes=kept_bytes)
+        settings = settings._replace(state=state, min_bytes=least, kept_bytes=kept)
     final = rewritten(programs, settings)
     has_state = bool(changed or settings.state)
     return Analysis(traced, notes, marks, outcomes, problems, plan, finish, final, has_state)
@@ -165,11 +163,11 @@ def average_and_merge(traced: TracedStep, plan: Plan) -> ClosedJaxpr:
         means = all_reduce(ReduceOp.MEAN, [after[i] for i in plan.averaged])
         for i, mean in zip(plan.averaged, means, strict=True):
             after[i] = mean
-        updates = [
-            Update(metric.rule, _states(metric, values), _states(metric, after), metric.dependences)
-            for metric in plan.merged
+        rounds = [
+            each.rule.rounds(_states(each, values), _states(each, after), each.dependences)
+            for each in plan.merged
         ]
-        merged = merge(updates, functools.partial(all_reduce, ReduceOp.SUM))
+        merged = merge(rounds, functools.partial(all_reduce, ReduceOp.SUM))
         for metric, states in zip(plan.merged, merged, strict=True):
             for name, i in metric.positions.items():
                 after[i] = states[name]

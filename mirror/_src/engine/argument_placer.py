@@ -1,9 +1,8 @@
 """`ArgumentPlacer`: puts arguments on the replicas' devices and copies donated ones if needed."""
 
-import functools
 import itertools
 import operator
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -133,7 +132,7 @@ class ArgumentPlacer:
         per_replica = set(call.layout.per_replica)
         ready = []
         for i, leaf in enumerate(leaves):
-            name = functools.partial(_name_of, call, i)
+            name = lambda i=i: call.leaf_names[i]  # noqa: E731
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise ValueError(_deleted_message(call, i))
             if isinstance(leaf, jax.Ref):
@@ -202,9 +201,9 @@ class ArgumentPlacer:
         donated, record = program.donated, call.record
         if not donated and record is None:
             return leaves
-        assigned: Set[int] = frozenset()
+        assigned = frozenset[int]()
         if record is not None and record.assigned:
-            assigned = record.assigned_to(program.changed)
+            assigned = assigned.union(*filter(None, map(record.assigned.get, program.changed)))
         leaves = list(leaves) if prepared.new or assigned else leaves
         for i in call.layout.mirrored if assigned else ():
             if not assigned.isdisjoint(buffers_of(leaves[i])):
@@ -378,11 +377,6 @@ def _unequal_message(call: Call, i: int, unequal: UnstackedArrays) -> str:
         "program, which requires the same shape. Pad the values, and exclude the padding by a "
         "mask: strategy.distribute_dataset(data, remainder='pad')."
     )
-
-
-def _name_of(call: Call, i: int) -> str:
-    """Returns the user's name for a leaf of the arguments."""
-    return call.leaf_names[i]
 
 
 def _deleted_message(call: Call, i: int) -> str:

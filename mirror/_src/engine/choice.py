@@ -1,9 +1,9 @@
 """Selects the executor for a strategy, and how `shard="auto"` stores the state."""
 
+import copy
 import logging
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 
@@ -183,72 +183,54 @@ def reduce_device(ops: object) -> jax.Device | None:
 _USED = 0.9  # of the memory; the rest is for batches that are loaded ahead, and for gaps
 
 
-class Choice(NamedTuple):
-    """A way to store the state.
-
-    Attributes:
-        slice_bytes: See `ReplicaDevices`.
-        kept_bytes: Bytes of gathered weights that are kept, as for the passes' `Settings`.
-        why: The choice and its reason, in a sentence.
-    """
-
-    slice_bytes: float | None
-    kept_bytes: int | None
-    why: str
-
-
 def fitting(
-    make: Callable[[float | None, int | None], StepProgram], replicas: ReplicaDevices
-) -> Choice:
-    """Returns how to store the state; it has made the program for it.
+    make: Callable[[Executor], StepProgram], replicas: ReplicaDevices, ops: CrossDeviceOps
+) -> tuple[Executor, StepProgram, str]:
+    """Returns an executor that stores the state so that it fits, its program, and the reason.
 
     Args:
-        make: Returns the program of the step, compiled, for `slice_bytes` and `kept_bytes`.
+        make: Returns the program of the step, compiled by an executor.
         replicas: Devices of the replicas.
+        ops: Implements the collectives.
     """
-    limit, of = _limit(replicas), ""
+
+    def made(slice_bytes: float | None, kept: int | None = None) -> tuple[Executor, StepProgram]:
+        sliced = copy.copy(replicas)
+        sliced.slice_bytes = slice_bytes
+        executor = choose(sliced, ops, kept)
+        return executor, make(executor)
+
+    limit, because, of = _limit(replicas), "", ""
     if limit is None:
-        make(None, None)
-        return Choice(None, None, "none, because the memory of the devices is unknown")
-    because = ""
+        return *made(None), "none, because the memory of the devices is unknown"
     ways = {"none": None, "optimizer": math.inf, "model": SLICE_BYTES}
     for way, slice_bytes in ways.items():
-        program = make(slice_bytes, None)
+        executor, program = made(slice_bytes)
         count = program.compiled.peak_bytes
         if count is None:
-            return Choice(None, None, "none, because XLA does not say how much memory it needs")
+            return executor, program, "none, because XLA does not say how much memory it needs"
         if count <= limit:
             why = f"{way}{because}; it needs {bytes_in_words(count)}"
-            kept = _most_kept(make, program, limit - count) if way == "model" else None
+            kept = _most_kept(program, limit - count) if way == "model" else None
             if kept is not None:
-                why += f", and keeps {bytes_in_words(kept)} of gathered weights"
-            return Choice(slice_bytes, kept, why)
+                larger, keeping = made(slice_bytes, kept)
+                more = keeping.compiled.peak_bytes
+                if more is not None and more <= limit:
+                    why += f", and keeps {bytes_in_words(kept)} of gathered weights"
+                    return larger, keeping, why
+            return executor, program, why
         of = f"{bytes_in_words(count)} of {bytes_in_words(limit)}"
         because = f", because {way} needs {of} on each device"
-    return Choice(SLICE_BYTES, None, f"model, although it needs {of} on each device")
+    return executor, program, f"model, although it needs {of} on each device"
 
 
-def _most_kept(
-    make: Callable[[float | None, int | None], StepProgram], program: StepProgram, room: int
-) -> int | None:
-    """Returns how many bytes of gathered weights fit, too. Each needs as much memory once."""
-    gathered = list(_gathered(program))
-    least, most = max(gathered, default=0), sum(gathered)
-    kept = min(least + room, most)
-    if kept <= least:
-        return None
-    count = make(SLICE_BYTES, kept).compiled.peak_bytes
-    before = program.compiled.peak_bytes
-    return kept if count is not None and before is not None and count <= before + room else None
-
-
-def _gathered(program: StepProgram) -> Iterator[int]:
-    """Yields the bytes of each weight that the program gathers, once."""
-    parts = {}
-    for operation in program.final.everywhere():
-        if operation.kind == "gather":
-            parts[operation.inputs[0]] = operation.outputs[0].num_bytes
-    yield from parts.values()
+def _most_kept(program: StepProgram, room: int) -> int | None:
+    """Returns how many bytes of gathered weights may fit, too. Each needs as much memory once."""
+    gathers = (each for each in program.final.everywhere() if each.kind == "gather")
+    sizes = {each.inputs[0]: each.outputs[0].num_bytes for each in gathers}.values()
+    least = max(sizes, default=0)
+    kept = min(least + room, sum(sizes))
+    return kept if kept > least else None
 
 
 def usable_bytes(device: jax.Device) -> int | None:

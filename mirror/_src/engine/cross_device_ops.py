@@ -446,29 +446,18 @@ class CrossDeviceOps:
                 f"processes store some values of {brief(value)}. Reduce it across the devices, on "
                 "every process: strategy.reduce(op, x)."
             )
-        arrays = value.values
-        dtype = result_dtype(op, value.dtype)
-        ready = (np.asarray(array).astype(dtype, copy=False) for array in arrays)
-        result = self._total(op, ready, value.shapes[0], dtype, len(arrays))
+        arrays, dtype = value.values, result_dtype(op, value.dtype)
+        is_mean = op is ReduceOp.MEAN
+        wide = np.dtype(accumulator(dtype)) if is_mean else dtype
+        rows = (np.asarray(row).astype(dtype, copy=False) for row in arrays)
+        ready = (row.astype(wide, copy=False) for row in rows)
+        of_sum = ReduceOp.SUM if is_mean else op
+        result = self._carry_out(of_sum, ready, value.shapes[0], wide, "reduction outside a step")
+        if is_mean:
+            with np.errstate(all="ignore"):
+                result = (np.asarray(result) / np.asarray(len(arrays), wide)).astype(dtype)
         devices = devices_of(value)
         return jnp.asarray(np.asarray(result)) if devices is None else devices.broadcast(result)
-
-    def _total(
-        self,
-        op: ReduceOp,
-        arrays: Iterator[np.ndarray],
-        shape: tuple[int, ...],
-        dtype: Any,
-        count: int,
-    ) -> Array | np.ndarray:
-        collective = "reduction outside a step"
-        if op is not ReduceOp.MEAN:
-            return self._carry_out(op, arrays, shape, dtype, collective)
-        wide = np.dtype(accumulator(dtype))
-        values = (array.astype(wide, copy=False) for array in arrays)
-        total = self._carry_out(ReduceOp.SUM, values, shape, wide, collective)
-        with np.errstate(all="ignore"):
-            return (np.asarray(total) / np.asarray(count, wide)).astype(dtype)
 
 
 def _fits(result: Any, operand: jax.ShapeDtypeStruct) -> bool:

@@ -34,7 +34,9 @@ def example_keys(key: Array, batch: PyTree) -> Array:
     >>> dropout(jnp.ones((2, 3)), jax.random.key(0)).shape
     (2, 3)
     """
-    positions = _positions(_num_rows("example_keys", batch))
+    size, frame = _num_rows("example_keys", batch), current_frame()
+    replica = None if frame is None else frame.replica
+    positions = jnp.arange(size) if replica is None else replica._positions(size)
     return jax.vmap(jax.random.fold_in, (None, 0))(key, positions)
 
 
@@ -49,14 +51,6 @@ def _num_rows(name: str, batch: PyTree) -> int:
         )
     ((size,),) = sizes
     return size
-
-
-def _positions(size: int) -> Array:
-    """Returns the positions of this replica's examples in the global batch."""
-    frame = current_frame()
-    if frame is None or frame.replica is None:
-        return jnp.arange(size)
-    return frame.replica._positions(size)
 
 
 def example_mask(batch: PyTree) -> Array:

@@ -5,14 +5,14 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, final
 from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mirror._src.base import interrupts
 from mirror._src.base.errors import describe
@@ -41,6 +41,7 @@ from mirror._src.passes.evaluate import Lowering, Rules
 from mirror._src.passes.on_device import CALLED_SEQUENTIALLY, OnDevice, Vectorized, vectorized
 from mirror._src.passes.order import COMPILER_OPTIONS, Turns
 from mirror._src.passes.program import Program, Settings
+from mirror._src.passes.staged import StagedJaxpr
 from mirror._src.passes.staging import stage_program
 
 _locks: WeakValueDictionary[str, threading.RLock] = WeakValueDictionary()
@@ -82,6 +83,7 @@ class MeshProgram(CompiledProgram):
         described: What it is, for reports.
         types: Types of its leaves.
         ends_in_python: Whether JAX runs Python code between a launch and its results.
+        is_fixed: Whether every launch has leaves of these types, except that they may be weak.
     """
 
     def __init__(
@@ -93,13 +95,14 @@ class MeshProgram(CompiledProgram):
         types: Sequence[jax.ShapeDtypeStruct],
         *,
         ends_in_python: bool = False,
+        is_fixed: bool = False,
     ) -> None:
         self._described = described
         self._types = types
         self._is_compiled = False
         self._executable: jax.stages.Compiled | None = None
-        self._weak_outputs: dict[tuple[bool, ...], Sequence[bool]] = {}
-        self._ends_in_python = ends_in_python
+        self._ends_in_python = ends_in_python or is_fixed  # as `jax.stages.Compiled` does
+        self._is_fixed = is_fixed
         self._compiled = compiled
         self._more = list(more)
         self._bounded = bounded
@@ -107,7 +110,11 @@ class MeshProgram(CompiledProgram):
     def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
         """See `CompiledProgram`. If launches are bounded, the last output is a token."""
         arguments = [*leaves, *self._more]
-        start = functools.partial(launch, self._compiled, arguments, outputs, self._described)
+        program = self._compiled
+        if self._is_fixed:  # `jax.jit` would compile again for other weak types
+            self.compile()
+            program = self._executable
+        start = functools.partial(launch, program, arguments, outputs, self._described)
         if self._is_compiled and not self._ends_in_python:
             start(bounded=self._bounded)
             return
@@ -118,31 +125,15 @@ class MeshProgram(CompiledProgram):
 
     def compile(self) -> None:
         """See `CompiledProgram`."""
-        self.compile_for([type_.weak_type for type_ in self._types])
-
-    def compile_for(self, weak: Sequence[bool]) -> Sequence[bool]:
-        """Compiles the program, and returns whether the type of each output is weak.
-
-        Args:
-            weak: Whether the type of each input is weak.
-        """
-        key = tuple(weak)
-        if key not in self._weak_outputs:
-            types = [
-                type_.update(weak_type=is_weak)
-                for type_, is_weak in zip(self._types, weak, strict=True)
-            ]
-            with interrupts.DeferredInterrupts(watches=True), recorded(self._described):
-                traced = self._compiled.trace(*types, *self._more)
-                lowered = traced.lower()
-                # JAX keeps the executable, which later calls with arrays of these types find; see
-                # `tests/engine/test_compiling_in_threads.py`.
-                with _cache_entry(self._described.name):
-                    self._executable = lowered.compile()
-                avals = traced.jaxpr.out_avals
-                self._weak_outputs[key] = [getattr(aval, "weak_type", False) for aval in avals]
-                self._is_compiled = True
-        return self._weak_outputs[key]
+        if self._executable is not None:
+            return
+        with interrupts.DeferredInterrupts(watches=True), recorded(self._described):
+            lowered = self.lower(self._types)
+            # JAX keeps the executable, which later calls with arrays of these types find; see
+            # `tests/engine/test_compiling_in_threads.py`.
+            with _cache_entry(self._described.name):
+                self._executable = lowered.compile()
+            self._is_compiled = True
 
     @property
     def peak_bytes(self) -> int | None:
@@ -194,7 +185,8 @@ class ReplicaProgram(NamedTuple):
         final: The program after the passes.
         donated: Positions of the inputs whose buffers are donated.
         guard: Stores exceptions of host callbacks. `None` if the program has no callbacks.
-        has_races: Whether it computes mirrored values by operations that `is_racing` describes.
+        has_races: Whether several devices compute mirrored values by operations that `is_racing`
+            describes.
     """
 
     name: str
@@ -243,6 +235,14 @@ class Executor(abc.ABC):
     @abc.abstractmethod
     def compile(self, program: ReplicaProgram) -> CompiledProgram:
         """Prepares a program to run. XLA may compile it only when it first runs."""
+
+    def staged(self, program: ReplicaProgram, rules: Rules) -> StagedJaxpr:
+        """Returns a program split at its collectives."""
+        n, per_replica = len(self.replicas), [kind.is_own for kind in program.inputs]
+        axis_name = self.replicas.axis_name
+        settings = Settings(n, self.pack_bytes, per_replica, axis_name=axis_name)
+        mirrored = [not kind.is_own for kind in program.outputs]
+        return stage_program(program.jaxprs, settings, mirrored, rules)
 
 
 @final
@@ -311,7 +311,18 @@ class MeshExecutor(Executor):
             return results
 
         if self._mapping in STAGED:
-            replica = self._staged(program, list(captured), rules)
+            together = self._mapping == "vmap"
+            staged = self.staged(program, CALLED_SEQUENTIALLY if together else rules)
+
+            def on_device(*leaves: Any) -> Sequence[Any]:
+                arrays = dict(zip(captured, leaves[start:end], strict=True))
+                if together:
+                    mode: OnDevice = Vectorized(self.replicas, arrays, self._reduction)
+                else:
+                    mode = Turns(self.replicas, arrays, leaves[-1])
+                return mode.run(staged, leaves[:start])
+
+            replica = vectorized(on_device, rules) if together else on_device
         if self._mapping == "in turn":
             if len(self.replicas.distinct) > 1 and not self.replicas.only_compile:
                 digest_of(self.replicas.local_devices)
@@ -327,52 +338,23 @@ class MeshExecutor(Executor):
                 raise SignatureChanged
 
         return self.compile_function(
+            program,
             program.name,
             replica,
             [*program.inputs, *(Kind() for _ in more)],
             program.outputs,
             program.donated,
             program.avals,
-            line=program.line,
             sites=functools.partial(sites_of, final),
             check=check,
             captured=[self.replicas.input(array, Kind()) for array in more],
             ends_in_python=any(map(_ends_in_python, program.jaxprs)),
-            has_races=program.has_races and len(self.replicas.distinct) > 1,
             scatters=bool(final.sharded_inputs),
         )
 
-    def _staged(
-        self, program: ReplicaProgram, ids: Sequence[int], rules: Rules
-    ) -> Callable[..., Sequence[Any]]:
-        """Returns a function of a device's leaves, of constant arrays and, in turn, of a number."""
-        together = self._mapping == "vmap"
-        staged = stage_program(
-            program.jaxprs,
-            Settings(
-                len(self.replicas),
-                self.pack_bytes,
-                [kind.is_own for kind in program.inputs],
-                axis_name=self.replicas.axis_name,
-            ),
-            [not kind.is_own for kind in program.outputs],
-            CALLED_SEQUENTIALLY if together else rules,
-        )
-        start = len(program.inputs)
-        end = start + len(ids)
-
-        def on_device(*leaves: Any) -> list[Any]:
-            arrays = dict(zip(ids, leaves[start:end], strict=True))
-            if together:
-                mode: OnDevice = Vectorized(self.replicas, arrays, self._reduction)
-            else:
-                mode = Turns(self.replicas, arrays, leaves[-1])
-            return mode.run(staged, leaves[:start])
-
-        return vectorized(on_device, rules) if together else on_device
-
     def compile_function(
         self,
+        program: ReplicaProgram,
         name: str,
         fn: Callable[..., Sequence[Any]],
         kinds: Sequence[Kind],
@@ -380,30 +362,29 @@ class MeshExecutor(Executor):
         donated: Sequence[int],
         avals: Sequence[jax.ShapeDtypeStruct],
         *,
-        line: str = "",
         sites: Callable[[], Sequence[Site]] = tuple,
         check: Callable[[Sequence[Any]], None] = lambda _: None,
         captured: Sequence[Array] = (),
         ends_in_python: bool = False,
-        has_races: bool = False,
         scatters: bool = False,
+        is_fixed: bool = False,
     ) -> MeshProgram:
         """Returns a program that runs a function of flat leaves on every replica.
 
         Args:
+            program: The program that the function is a part of.
             name: Name in profiles and compilation logs.
             fn: Function of one replica's leaves that returns a flat sequence.
             kinds: How the replicas hold each input.
             output_kinds: How the replicas hold each output.
             donated: Positions of the inputs whose buffers are donated.
             avals: Shape and dtype of each input on one replica, except for `captured`.
-            line: Where the step is defined, for reports.
             sites: Returns the collectives and host callbacks of the program, for reports.
             check: Called with the leaves whenever JAX traces the program.
             captured: Arrays that every launch gets as its last inputs.
             ends_in_python: Whether JAX runs Python code between a launch and its results.
-            has_races: Whether devices could compute different values that must be the same.
             scatters: Whether it sums gradients by reduce-scatters.
+            is_fixed: As for `MeshProgram`.
         """
         # `jax.pmap` needs an input to map over. A step without a per-replica input gets an unused
         # one.
@@ -437,13 +418,14 @@ class MeshExecutor(Executor):
             in_shardings=tuple(map(self.replicas.sharding, inputs)),
             out_shardings=tuple(map(self.replicas.sharding, outputs)),
             donate_argnums=tuple(donated),
-            compiler_options=_compiler_options(self.replicas, has_races, scatters),
+            compiler_options=_compiler_options(self.replicas, program.has_races, scatters),
         )
         more = [*captured, *([self._filler] if fill else [])]
-        spans = self.replicas.spans_processes
-        described = Described(name, line, self.replicas.devices, self.replica_ids, sites, spans)
+        spans, devices = self.replicas.spans_processes, self.replicas.devices
+        described = Described(name, program.line, devices, self.replica_ids, sites, spans)
         types = list(map(self.replicas.array_type, avals, kinds))
-        return MeshProgram(compiled, more, bounded, described, types, ends_in_python=ends_in_python)
+        how = {"ends_in_python": ends_in_python, "is_fixed": is_fixed}
+        return MeshProgram(compiled, more, bounded, described, types, **how)
 
 
 def _compiler_options(
@@ -464,20 +446,28 @@ def _compiler_options(
     return options or None
 
 
+def meetings(
+    program: Program,
+) -> Iterator[tuple[str, JaxprEqn, Sequence[Any], Sequence[JaxprEqn]]]:
+    """Yields the collectives and host callbacks of a program, in its order, once in a loop.
+
+    Of each, its kind, its equation, what is sent, and the equations around it.
+    """
+    for operation in program.everywhere():
+        if operation.collective:
+            yield operation.collective, operation.eqn, operation.sent, operation.around
+        elif operation.kind == "equation":
+            for eqn in with_inner(operation.eqn):
+                if is_collective(eqn) or is_callback(eqn):
+                    yield kind_of(eqn.primitive.name), eqn, eqn.invars, ()
+
+
 def sites_of(program: Program) -> list[Site]:
     """Returns the collectives and host callbacks of a program, in its order."""
-    sites = []
-    for operation in program.everywhere():
-        eqn, around = operation.eqn, operation.around
-        if operation.collective:
-            sites.append(Site(operation.collective, line_within(eqn, around), eqn))
-        elif operation.kind == "equation":
-            sites += [
-                Site(kind_of(inner.primitive.name), user_line(inner), inner, is_callback(inner))
-                for inner in with_inner(eqn)
-                if is_collective(inner) or is_callback(inner)
-            ]
-    return sites
+    return [
+        Site(kind, line_within(eqn, around), eqn, is_callback(eqn))
+        for kind, eqn, _, around in meetings(program)
+    ]
 
 
 def _require_no_callbacks(program: ReplicaProgram) -> None:

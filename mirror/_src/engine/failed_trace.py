@@ -1,9 +1,11 @@
 """Explains why a step could not be traced, in the words of the step instead of JAX and Flax."""
 
 import inspect
+import itertools
 import linecache
 import re
 from collections.abc import Callable, Sequence
+from traceback import walk_tb
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -123,7 +125,7 @@ def _explanation(
     elif isinstance(error, AttributeError) and (told := _told(error)) is not None:
         what = f"{name_of(fn)} uses {error.name!r} of {describe(error.obj)}{_user_line(error)}"
         return AttributeError(f"{what}, which does not have it. {told}")
-    elif isinstance(error, _ANNOTATED) and _is_written_by_user(fn) and _is_not_ours(error):
+    elif isinstance(error, _ANNOTATED) and _is_of_users_step(fn, error):
         error.add_note(f"{name_of(fn)} was traced with {_received(call)}.")
     return None
 
@@ -147,28 +149,17 @@ def _is_of_trace_level(error: Exception) -> bool:
 
 def _frames_inside(run_code: CodeType, error: Exception) -> list[FrameType]:
     """Returns the frames of the traceback inside the step that are not a library's."""
-    frames: list[FrameType] = []
-    is_inside, traceback = False, error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if is_inside and is_users(code.co_filename):
-            frames.append(traceback.tb_frame)
-        is_inside = is_inside or code is run_code
-        traceback = traceback.tb_next
-    return frames
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    outside = itertools.takewhile(lambda frame: frame.f_code is not run_code, frames)
+    inside = frames[len(list(outside)) + 1 :]
+    return [frame for frame in inside if is_users(frame.f_code.co_filename)]
 
 
-def _is_not_ours(error: Exception) -> bool:
-    """Whether the error was not raised by mirror, whose messages name the values already."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback is not None and not is_own(traceback.tb_frame.f_code.co_filename)
-
-
-def _is_written_by_user(fn: Callable[..., Any]) -> bool:
+def _is_of_users_step(fn: Callable[..., Any], error: Exception) -> bool:
+    """Whether the user wrote the step, and mirror, whose messages name the values, raised not."""
     code = code_of(fn)
-    return code is not None and is_users(code.co_filename)
+    files = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
+    return code is not None and is_users(code.co_filename) and not is_own(files[-1])
 
 
 def _mismatch_message(call: Call) -> str | None:
@@ -268,12 +259,10 @@ def _inputs(call: Call, text: str) -> str:
 
 def _user_line(error: Exception) -> str:
     """Returns ` in `x = float(loss)` (train.py:12)`, the innermost line of the user, or ""."""
-    line, traceback = "", error.__traceback__
-    while traceback is not None:
-        filename = traceback.tb_frame.f_code.co_filename
+    line = ""
+    for frame, number in walk_tb(error.__traceback__):
+        filename = frame.f_code.co_filename
         if is_users(filename):
-            text = linecache.getline(filename, traceback.tb_lineno).strip()
-            where = place(filename, traceback.tb_lineno)
+            text, where = linecache.getline(filename, number).strip(), place(filename, number)
             line = f" in `{text}` ({where})" if text else f" ({where})"
-        traceback = traceback.tb_next
     return line

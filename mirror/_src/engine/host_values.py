@@ -34,44 +34,30 @@ _fingerprint_of = jax.jit(fingerprint)
 
 
 @final
-class _OnHost:
-    """The checksum of a host value, which is copied now and read later."""
+class _Checksum:
+    """The checksum of an array, which may still be computed."""
 
-    def __init__(self, value: Any, dtype: Any) -> None:
-        self._value = np.array(value, dtype)
-
-    def is_ready(self) -> bool:
-        """See `Digest`."""
-        return True
-
-    def value(self) -> str:
-        """See `Digest`."""
-        return _checksum(self._value)
-
-
-@final
-class _OnDevice:
-    """The checksum of an array, whose buffer the launch may donate."""
-
-    def __init__(self, array: Array) -> None:
-        with NoMesh(), unlogged():
-            mine = local_copy(array)
-            if jnp.issubdtype(mine.dtype, jax.dtypes.prng_key):
-                mine = jax.random.key_data(mine)
-            self._array = _fingerprint_of(mine) if mine.nbytes > _LARGE else jnp.copy(mine)
+    def __init__(self, array: Array | np.ndarray) -> None:
+        self._array = array
 
     def is_ready(self) -> bool:
         """See `Digest`."""
-        return has_finished(self._array)
+        return isinstance(self._array, np.ndarray) or has_finished(self._array)
 
     def value(self) -> str:
         """See `Digest`."""
-        return _checksum(np.asarray(self._array))
+        value = np.asarray(self._array)
+        data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+        return f"{zlib.crc32(data):x}" if value.size else ""
 
 
-def _checksum(value: np.ndarray) -> str:
-    data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
-    return f"{zlib.crc32(data):x}" if value.size else ""
+def _on_device(array: Array) -> _Checksum:
+    """Returns the checksum of an array, whose buffer the launch may donate."""
+    with NoMesh(), unlogged():
+        mine = local_copy(array)
+        if jnp.issubdtype(mine.dtype, jax.dtypes.prng_key):
+            mine = jax.random.key_data(mine)
+        return _Checksum(_fingerprint_of(mine) if mine.nbytes > _LARGE else jnp.copy(mine))
 
 
 @final
@@ -129,7 +115,7 @@ class HostValues:
             if not program.input_names:
                 program.input_names = call.input_names
             names, start = program.input_names, len(call.state)
-            digests = {names[i]: _OnDevice(call.state[i]) for i in new_state}
+            digests = {names[i]: _on_device(call.state[i]) for i in new_state}
             for i in new:
                 digests[names[start + i]] = self._digest(passed[i], leaves[i])
         origins = ""
@@ -139,7 +125,7 @@ class HostValues:
             origins = self._origins([*known, *(leaves[i] for i in sorted(of_leaves))])
         if origins != program.origins:  # two steps that alternate do not post it every time
             program.origins = origins
-            digests[_ORIGINS] = _OnHost(origins, None)
+            digests[_ORIGINS] = _Checksum(np.array(origins))
         mirrored = map(leaves.__getitem__, call.layout.mirrored)
         self._launches.appendleft([*map(ref, call.state), *map(ref, mirrored)])
         if ledger.changes_program(program.identity):
@@ -172,9 +158,9 @@ class HostValues:
     def _digest(self, passed: Any, leaf: Array) -> Digest:
         is_on_host = not isinstance(passed, jax.Array)
         if is_on_host and leaf.nbytes <= _LARGE:
-            return _OnHost(passed, leaf.dtype)
+            return _Checksum(np.array(passed, leaf.dtype))
         self._remember(passed, leaf)
-        return _OnDevice(leaf)
+        return _on_device(leaf)
 
     def _remember(self, passed: Any, leaf: Array) -> None:
         self._known.add(id(leaf), leaf)

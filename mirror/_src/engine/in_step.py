@@ -54,11 +54,6 @@ def bind_all_reduce(op: ReduceOp, leaf: Array, *, narrow: bool = False) -> Array
             return reduce(leaf, current_axis())
 
 
-def num_replicas() -> int:
-    """Returns the number of replicas that run the step being traced."""
-    return jax.lax.axis_size(current_axis())
-
-
 def gather(leaf: Array, axis: int) -> Array:
     """Returns the replicas' leaves, concatenated along an axis in replica order.
 
@@ -74,5 +69,5 @@ def gather(leaf: Array, axis: int) -> Array:
         return jax.lax.all_gather(leaf, current_axis(), axis=axis, tiled=True)
     # JAX 0.12 cannot lower a collective of an empty array.
     shape = list(leaf.shape)
-    shape[axis] *= num_replicas()
+    shape[axis] *= jax.lax.axis_size(current_axis())
     return jnp.zeros(shape, leaf.dtype)

@@ -38,7 +38,6 @@ class Lane:
         with unlogged():
             self.replica_ids = self.replicas.stack(np.asarray(ids, np.int32))
         self._same_mesh = self.replicas.mesh == every.mesh
-        self._has_copies = set(devices) <= set(every.on_mesh)
 
     def on_mesh(self) -> contextlib.AbstractContextManager[Any]:
         """Context manager for the lane's mesh, which `jax.pmap` requires in place of `run`'s."""
@@ -53,16 +52,6 @@ class Lane:
             for leaf, differs in zip(leaves, per_replica, strict=True)
         ]
 
-    def keeps_weak_type(self, *, is_own: bool) -> bool:
-        """Whether `select` keeps weak types, which arrays of existing copies do not have.
-
-        Args:
-            is_own: Whether the array is per-replica.
-        """
-        if self._same_mesh and (self.is_all or not is_own):
-            return True
-        return not (is_own or self._has_copies)
-
     def mirrored(self, leaf: Array) -> Array:
         """Returns a mirrored array on the lane's devices. Uses existing copies if there are any."""
         if self.replicas.is_mirrored(leaf):
@@ -70,7 +59,9 @@ class Lane:
         copies = copies_of(leaf) if leaf.sharding.is_fully_replicated else {}
         if any(device not in copies for device in self.replicas.devices):
             return self.replicas.broadcast(leaf)
-        return self.replicas.from_copies([copies[device] for device in self.replicas.devices])
+        arrays = [copies[device] for device in self.replicas.devices]
+        mirrored = self.replicas.mirrored
+        return jax.make_array_from_single_device_arrays(leaf.shape, mirrored, arrays)
 
     def copy(self, array: Array) -> Array:
         """Returns a mirrored copy on the lane's devices that shares no memory with the array."""
@@ -96,10 +87,6 @@ class Lane:
     def scatter(self, values: Sequence[Any]) -> Any:
         """Returns the stacked array of the lane's replicas, given all replicas' values."""
         return self.replicas.stack(np.stack([values[i] for i in self.ids]))
-
-    def slices_of(self, stacked: Array) -> dict[int, Array]:
-        """Returns the slice `(1, *shape)` of each of the lane's replicas."""
-        return {replica: self.slice(stacked, place) for place, replica in enumerate(self.ids)}
 
     def slice(self, stacked: Array, place: int) -> Array:
         """Returns the slice `(1, *shape)` of the lane's replica at a position."""
@@ -145,12 +132,12 @@ def compile_stage(
 
     donated_values = {staged.inputs[i] for i in donated} if is_last else set[Value]()
     return lane.executor.compile_function(
+        program,
         program.name if len(staged.stages) == 1 else f"{program.name}_stage_{number + 1}",
         lowered(run, rules_for(lane.replicas)),
-        Kind.of(not value.is_mirrored for value in stage.inputs),
-        Kind.of(not is_mirrored for _, is_mirrored in pairs),
+        [Kind(not value.is_mirrored) for value in stage.inputs],
+        [Kind(not is_mirrored) for _, is_mirrored in pairs],
         [i for i, value in enumerate(stage.inputs) if value in donated_values],
         [struct_of(value.aval) for value in stage.inputs],
-        line=program.line,
-        has_races=program.has_races,
+        is_fixed=True,
     )

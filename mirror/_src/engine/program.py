@@ -18,14 +18,20 @@ from mirror._src.engine.agreement import require_no_failure
 from mirror._src.engine.analysis import Analysis
 from mirror._src.engine.arguments import Call
 from mirror._src.engine.closures import captured_arrays
-from mirror._src.engine.executor import CompiledProgram, Executor, MeshProgram, ReplicaProgram
+from mirror._src.engine.executor import (
+    CompiledProgram,
+    Executor,
+    MeshProgram,
+    ReplicaProgram,
+    meetings,
+)
+from mirror._src.engine.nnx.structure import follow
 from mirror._src.engine.per_replica import PerReplica
 from mirror._src.engine.plan import Plan
 from mirror._src.engine.recent_arrays import KnownLeaves, MirroredCopies, RecentArrays
 from mirror._src.engine.replica_function import ReplicaFunction, TracedStep
-from mirror._src.jaxprs.collective_eqns import is_collective, kind_of
-from mirror._src.jaxprs.equations import arrays_in, with_inner
-from mirror._src.passes.callbacks import CallbackGuard, calls_back, check_callbacks
+from mirror._src.jaxprs.equations import arrays_in
+from mirror._src.passes.callbacks import CallbackGuard, calls_back, check_callbacks, is_callback
 from mirror._src.passes.program import Program
 
 _FREE_ATTEMPTS = 4
@@ -101,7 +107,7 @@ class StepProgram:
             self.final,
             [*state, *(step.num_state + i for i in self.donated)],
             self._guard,
-            bool(notes.races),
+            bool(notes.races) and len(set(self._devices)) > 1,
         )
         self.compiled: CompiledProgram = executor.compile(replica_program)
         self._spans_processes = executor.replicas.spans_processes
@@ -116,11 +122,6 @@ class StepProgram:
     def is_rare(self, count: int) -> bool:
         """Whether something that happened in `count` calls is rare, so that it may happen again."""
         return count <= _FREE_ATTEMPTS + self.runs // _RUNS_PER_ATTEMPT
-
-    @property
-    def reshards_often(self) -> bool:
-        """Whether many calls bring leaves with the shardings of another program."""
-        return self.num_reshards > 0 and not self.is_rare(self.num_reshards)
 
     def compile(self) -> None:
         """Compiles the program, unless it is compiled.
@@ -187,8 +188,8 @@ class StepProgram:
             for i, leaf in zip(self.changed, outputs, strict=False):
                 new[i] = leaf
         call.record.write(new)
-        if self._attribute_changes:
-            call.record.set_attributes(call.objects, self._attribute_changes)
+        for path, name, value in self._attribute_changes:
+            setattr(follow(call.objects, path), name, value)
 
 
 def _communication(program: Program) -> list[tuple[str, str]]:
@@ -197,14 +198,9 @@ def _communication(program: Program) -> list[tuple[str, str]]:
     A collective in a loop counts once.
     """
     operands: dict[str, list[Any]] = {}
-    for operation in program.everywhere():
-        if operation.collective:
-            sent = [atom.aval for atom in operation.sent]
-            operands.setdefault(operation.collective, []).extend(sent)
-        elif operation.kind == "equation":
-            for eqn in filter(is_collective, with_inner(operation.eqn)):
-                sent = [atom.aval for atom in eqn.invars]
-                operands.setdefault(kind_of(eqn.primitive.name), []).extend(sent)
+    for kind, eqn, sent, _ in meetings(program):
+        if not is_callback(eqn):
+            operands.setdefault(kind, []).extend(atom.aval for atom in sent)
     return [
         (kind, f"{counted(len(avals), 'array')}, {bytes_in_words(sum(map(num_bytes, avals)))}")
         for kind, avals in operands.items()

@@ -57,19 +57,14 @@ class Run:
         arrays: The arrays.
     """
 
-    __slots__ = ("_table", "references")
-
     def __init__(self, arrays: Iterable[Any] = ()) -> None:
         self.references: list[Ref] = list(map(ref, arrays))
-        self._table: dict[int, Ref] | None = None  # most runs are never searched
 
-    @property
+    @functools.cached_property  # most runs are never searched
     def table(self) -> dict[int, Ref]:
         """The references by address."""
-        if self._table is None:
-            addresses = map(address, map(operator.call, self.references))
-            self._table = dict(zip(addresses, self.references, strict=True))
-        return self._table
+        addresses = map(address, map(operator.call, self.references))
+        return dict(zip(addresses, self.references, strict=True))
 
 
 @final

@@ -321,16 +321,6 @@ def current_task() -> Any:
         return None
 
 
-def push_frame(frame: Frame) -> None:
-    """Pushes a scope or a replica onto this thread's stack."""
-    stack.frames.append(frame)
-
-
-def pop_frame() -> None:
-    """Pops the top of this thread's stack."""
-    stack.frames.pop()
-
-
 @contextlib.contextmanager
 def replica(
     strategy: ReplicaGroup, axis_name: str, captures: Any = None
@@ -345,11 +335,11 @@ def replica(
     """
     context = ReplicaContext(strategy, in_step=True, axis_name=axis_name)
     context.captures = captures
-    push_frame(Frame(strategy, context))
+    stack.frames.append(Frame(strategy, context))
     try:
         yield context
     finally:
-        pop_frame()
+        stack.frames.pop()
         context._ended = True
 
 

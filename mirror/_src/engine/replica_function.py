@@ -272,16 +272,9 @@ def trace_step(
         VariablesFound: If the step uses variables that are not known yet.
     """
     context = context_token()
-    key = (call.trace_key, types, Identity(context))
-    traced = known.get(key)
-    if traced is None:
-        traced = known[key] = _trace(group, axis_name, call, types, context)
-    return traced
-
-
-def _trace(
-    group: ReplicaGroup, axis_name: str, call: Call, types: Types, context: object
-) -> TracedStep:
+    key = (call.trace_key, types, context)
+    if (traced := known.get(key)) is not None:
+        return traced
     require_no_constants(call.fn, call.tree, call.layout, call.leaves)
     require_nothing_bound(call.fn)
     function = ReplicaFunction(group, axis_name, call, types)
@@ -298,17 +291,5 @@ def _trace(
         raise VariablesFound(function.new_captures)
     function.release()
     require_nothing_captured(call.fn, call.objects, list(arrays_in(jaxpr)))
-    return TracedStep(function, jaxpr, context)
-
-
-class Identity:
-    """Wrapper that compares an object by identity, and keeps it alive, as part of a key."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and other.value is self.value
+    traced = known[key] = TracedStep(function, jaxpr, context)
+    return traced

@@ -36,6 +36,7 @@ from mirror._src.engine.arguments import (
     require_static,
 )
 from mirror._src.engine.choice import choose, fitting
+from mirror._src.engine.closures import is_time_to_look, stale_array
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
 from mirror._src.engine.executor import Executor, SignatureChanged
 from mirror._src.engine.host_values import HostValues
@@ -50,26 +51,13 @@ from mirror._src.engine.program import (
 )
 from mirror._src.engine.replica_context import ReplicaGroup
 from mirror._src.engine.replica_function import (
-    Identity,
     TracedStep,
     Types,
     VariablesFound,
     trace_step,
     types_of,
 )
-from mirror._src.engine.staged import StagedExecutor
-from mirror._src.engine.step import (
-    MAX_NEW_FUNCTIONS,
-    Step,
-    Steps,
-    warn_about_drift,
-    warn_about_idle_optimizers,
-    warn_about_leaks,
-    warn_about_lost_updates,
-    warn_about_proof,
-    warn_about_recompilation,
-    warn_about_stale_arrays,
-)
+from mirror._src.engine.step import Step, Steps, warn_about_step
 from mirror._src.engine.variable import Variable
 from mirror._src.jaxprs.trace import abstract, abstract_row, context_token
 from mirror._src.passes.callbacks import in_callback
@@ -104,7 +92,7 @@ class Runner:
         self._process = started_in()
         self.replicas = replicas
         self._ops = ops
-        self._executor = choose(replicas, ops)
+        self.executor = choose(replicas, ops)
         self.chooses = chooses
         self.choice = ""
         self._steps = Steps()
@@ -188,14 +176,14 @@ class Runner:
                 prepared = self._placer.prepare(call, passed if placed is None else placed, program)
                 leaves = placed = prepared.leaves
                 if program is not None:
-                    if reshards or (has_slices and program.reshards_often):
+                    if reshards or (has_slices and not program.is_rare(program.num_reshards)):
                         call, leaves = self._placer.reshard(program, call, leaves)
                     if self._host_values is not None:
                         self._agree(call, program, passed, leaves, prepared)
-                    if program.captured_arrays:
-                        warn_about_stale_arrays(
-                            step.warned, call, program.captured_arrays, program.runs
-                        )
+                    captured = program.captured_arrays
+                    if captured and is_time_to_look(program.runs):
+                        text = stale_array(fn, call.objects, captured, call.captured)
+                        step.warn("stale", text)
                     try:
                         ready = self._placer.copy_repeated(call, leaves, program, prepared)
                         if prepared.unexpected is None or prepared.unexpected:
@@ -237,7 +225,7 @@ class Runner:
         is_new = program.to_agree_on is not None
         if program.to_agree_on is not None:
             inputs = [*call.state, *leaves]
-            program.identity = require_agreement(call, program.to_agree_on, self._executor, inputs)
+            program.identity = require_agreement(call, program.to_agree_on, self.executor, inputs)
             program.to_agree_on = None
             ledger.changes_program(program.identity)  # which was just compared
         unexpected = prepared.unexpected
@@ -248,14 +236,9 @@ class Runner:
         )
 
     @property
-    def pack_bytes(self) -> int:
-        """Size in bytes up to which all-reduces are packed into one collective."""
-        return self._executor.pack_bytes
-
-    @property
     def is_staged(self) -> bool:
         """Whether steps run as several programs, so that they cannot be lowered as one."""
-        return isinstance(self._executor, StagedExecutor)
+        return self.executor.name == "staged"
 
     def lower(self, fn: StepFunction, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Returns the lowered program of a call, with its text, cost and memory. Runs nothing."""
@@ -371,7 +354,7 @@ class Runner:
         for i in call.layout.per_replica:
             self._placer.require_num_replicas(call, i, leaves[i])
         types = types_of(call, leaves)
-        exact = (key, types, Identity(context_token()))
+        exact = (key, types, context_token())
         step = self._steps.of(call.fn)
         with step.making(exact):
             program = step.programs.get(exact)
@@ -427,40 +410,27 @@ class Runner:
     def _analyze(
         self, call: Call, types: Types, executor: Executor | None = None, *, reports: bool = False
     ) -> Analysis:
-        executor = executor or self._executor
-        return analyze(
-            call,
-            self._trace(call, types),
-            slice_bytes=executor.replicas.slice_bytes,
-            kept_bytes=executor.kept_bytes,
-            pack_bytes=executor.pack_bytes,
-            donated=None if reports else call.donate_argnums,
-            reports=reports,
-        )
+        traced, donated = self._trace(call, types), None if reports else call.donate_argnums
+        return analyze(call, traced, executor or self.executor, donated=donated, reports=reports)
 
     def _choose(self, call: Call, types: Types) -> StepProgram:
         """Chooses how the state is stored, by the memory that a step needs; returns its program."""
-        made: dict[tuple[float | None, int | None], tuple[Executor, StepProgram]] = {}
 
-        def make(slice_bytes: float | None, kept_bytes: int | None) -> StepProgram:
-            executor = choose(self.replicas.sliced_from(slice_bytes), self._ops, kept_bytes)
+        def make(executor: Executor) -> StepProgram:
             program = StepProgram(self._analyze(call, types, executor), call, executor)
             program.compile()
-            made[slice_bytes, kept_bytes] = executor, program
             return program
 
-        choice = fitting(make, self.replicas)
+        executor, program, self.choice = fitting(make, self.replicas, self._ops)
         with self._running:
             self.chooses = False
-            self.choice = choice.why
-            self.replicas.slice_bytes = choice.slice_bytes
-            self._executor, program = made[choice.slice_bytes, choice.kept_bytes]
-            self._executor.replicas = self.replicas
+            self.replicas.slice_bytes = executor.replicas.slice_bytes
+            self.executor, executor.replicas = executor, self.replicas
             # Other programs, and records of where arrays are, do not fit any more.
             self._steps.forget_programs()
             self._placer = ArgumentPlacer(self._group, self.replicas)
             self._objects = ObjectTable(self.replicas)
-        _logger.info("shard='auto': %s", choice.why)
+        _logger.info("shard='auto': %s", self.choice)
         return program
 
     def _make(self, call: Call, types: Types) -> StepProgram:
@@ -469,18 +439,12 @@ class Runner:
         if self.chooses and analysis.has_state:
             program = self._choose(call, types)
         else:
-            program = StepProgram(analysis, call, self._executor)
+            program = StepProgram(analysis, call, self.executor)
         self._placer.accept_sharded(program.final)
-        step, lone = self._steps.of(call.fn), self._steps.lone(call.fn)
-        warned, notes, n = step.warned, analysis.notes, len(self.replicas)
-        warn_about_proof(warned, call, notes, analysis.marks, n)
-        warn_about_drift(step, call, analysis, n)
-        warn_about_lost_updates(warned, call, notes)
-        warn_about_idle_optimizers(warned, call, analysis)
-        warn_about_leaks(warned, call.fn)
+        step = self._steps.of(call.fn)
+        warn_about_step(step, call, analysis, len(self.replicas))
         if self.on_new_step is not None:
-            self.on_new_step(call, analysis, warned)
-        if lone is not None and lone.count >= MAX_NEW_FUNCTIONS - 1:
-            warn_about_recompilation(lone.warned, call.fn)
+            self.on_new_step(call, analysis, step.warned)
+        self._steps.warn_if_recompiled(call.fn)
         self._steps.limit_size()
         return program

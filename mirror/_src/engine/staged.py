@@ -34,9 +34,8 @@ from mirror._src.engine.executor import (
 from mirror._src.engine.lane import Lane, compile_stage
 from mirror._src.engine.reduce_op import ReduceOp, aligned
 from mirror._src.jaxprs.primitives import op_of
-from mirror._src.passes.program import Settings, Value, values_of
+from mirror._src.passes.program import Value, values_of
 from mirror._src.passes.staged import Branch, Collective, Loop, Stage, StagedJaxpr
-from mirror._src.passes.staging import stage_program
 
 Read = Callable[[int], np.ndarray]
 
@@ -163,7 +162,6 @@ class StagedProgram(CompiledProgram):
         self._avals = program.avals
         self._types: list[Any] | None = None
         self._require_context = program.require_context
-        self._inputs = staged.inputs
         self._part = _Part(ops, lanes, staged, program, donated, self._home)
 
     def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
@@ -184,14 +182,7 @@ class StagedProgram(CompiledProgram):
     def compile(self) -> None:
         """See `CompiledProgram`."""
         self._require_context()
-        weak = [
-            [
-                lane.keeps_weak_type(is_own=is_own) and _is_weak(value.aval)
-                for value, is_own in zip(self._inputs, self._per_replica_inputs, strict=True)
-            ]
-            for lane in self._lanes
-        ]
-        self._part.compile(weak)
+        self._part.compile()
 
     def _join(self, lane_outputs: list[list[Any]]) -> list[Any]:
         """Joins the outputs of the lanes."""
@@ -216,8 +207,6 @@ class StagedProgram(CompiledProgram):
         for lane, array in zip(self._lanes, arrays, strict=True):
             for place, replica in enumerate(lane.ids):
                 slices[replica] = lane.slice(array, place)
-        if not self._replicas.are_mixed and self._replicas.replicas_per_device == 1:
-            return self._replicas.from_rows(slices)
         return UnstackedArrays(list(map(without_axis, slices)))
 
 
@@ -264,55 +253,14 @@ class _Part:
             {value: lane.copy(array) for value, array in staged.constants} for lane in lanes
         ]
 
-    def compile(self, weak: Sequence[Sequence[bool]]) -> Sequence[Sequence[bool]]:
-        """Makes XLA compile all stages, loops and branches.
-
-        Weak types are followed from stage to stage, because the results of collectives on the host
-        have none, whatever the trace says, and XLA's programs are found by them.
-
-        Args:
-            weak: For every lane, whether the type of each input is weak.
-
-        Returns:
-            The same for the outputs.
-        """
-        constants = [value for value, _ in self._staged.constants if _is_weak(value.aval)]
-        values = [{*itertools.compress(self._staged.inputs, flags), *constants} for flags in weak]
-        for number, (stage, programs) in enumerate(
-            zip(self._staged.stages, self._stages, strict=True)
-        ):
-            results: list[Sequence[bool]] = []
-            for lane, program, known in zip(self._lanes, programs, values, strict=True):
+    def compile(self) -> None:
+        """Makes XLA compile all stages, loops and branches."""
+        for programs in self._stages:
+            for lane, program in zip(self._lanes, programs, strict=True):
                 with lane.on_mesh():
-                    results.append(program.compile_for([v in known for v in stage.inputs]))
-            if number == len(self._stages) - 1:
-                break
-            for known, flags in zip(values, results, strict=True):
-                known.update(itertools.compress(values_of(stage.outputs), flags))
-            for communication in stage.communications:
-                if not isinstance(communication, Collective):
-                    self._compile_inner(communication, values)
-        return results
-
-    def _compile_inner(self, communication: Loop | Branch, values: list[set[Value]]) -> None:
-        """Compiles a loop or branch, and adds its results of weak types to the values."""
-        parts = self._inner[communication]
-        inputs = [[value in known for value in communication.inputs] for known in values]
-        if isinstance(communication, Branch):
-            of_branches = [part.compile([flags[1:] for flags in inputs]) for part in parts]
-            results = of_branches[0]
-        else:
-            body, *tests = parts
-            seen = list[Any]()
-            while inputs not in seen:  # the first iteration may have weak types, the others not
-                seen.append(inputs)
-                for test in tests:
-                    test.compile(inputs)
-                carried = body.compile(inputs)
-                inputs = _next_inputs(inputs, carried)
-            results = carried
-        for known, flags in zip(values, results, strict=True):
-            known.update(itertools.compress(communication.outputs, flags))
+                    program.compile()
+        for part in itertools.chain.from_iterable(self._inner.values()):
+            part.compile()
 
     def run(self, inputs: list[list[Any]], last: list[Any]) -> list[list[Any]]:
         """Runs all stages and returns the outputs of every lane.
@@ -374,7 +322,8 @@ class _Part:
         for lane, env in zip(self._lanes, values, strict=True):
             # Pop the operand: only the collective reads it, and a stacked array would keep the
             # slices alive that the host has already read.
-            slices.update(lane.slices_of(env.pop(collective.operand)))
+            operand = env.pop(collective.operand)
+            slices.update((i, lane.slice(operand, place)) for place, i in enumerate(lane.ids))
 
         def read(replica: int) -> np.ndarray:
             try:
@@ -496,13 +445,7 @@ class StagedExecutor(Executor):
         Raises:
             NotImplementedError: If the program cannot be split at its collectives.
         """
-        rules = program.guard.rules() if program.guard is not None else {}
-        per_replica = [kind.is_own for kind in program.inputs]
-        settings = Settings(
-            len(self.replicas), self.pack_bytes, per_replica, axis_name=self.replicas.axis_name
-        )
-        mirrored = [not kind.is_own for kind in program.outputs]
-        staged = stage_program(program.jaxprs, settings, mirrored, rules)
+        staged = self.staged(program, program.guard.rules() if program.guard is not None else {})
         return StagedProgram(self.replicas, self.ops, program, self._lanes, staged)
 
 

@@ -3,6 +3,8 @@
 Its warnings are about valid steps that are probably mistakes: each is issued once per step.
 """
 
+import contextlib
+import functools
 import re
 import sys
 import threading
@@ -30,20 +32,16 @@ from mirror._src.base.types import StepFunction
 from mirror._src.engine.analysis import Analysis
 from mirror._src.engine.arguments import Call, Layout
 from mirror._src.engine.closures import (
-    Captured,
     Chains,
     NamedVariables,
     chains_to,
-    is_time_to_look,
     leaked_names,
-    stale_array,
     variables_along,
 )
 from mirror._src.engine.plan import ALL_REDUCE, IF_INTENDED, LeafOutcome, own_values
 from mirror._src.engine.program import StepProgram
 from mirror._src.engine.replica_function import TracedStep
 from mirror._src.engine.variable import Variable
-from mirror._src.jaxprs.marks import Mark
 from mirror._src.jaxprs.proof import Notes
 
 V = TypeVar("V")
@@ -62,81 +60,57 @@ class WeakTable(Generic[V]):
     """
 
     def __init__(self, on_drop: Callable[[V], None] | None = None) -> None:
-        self._values: dict[Hashable, V] = {}
+        self._values: dict[Hashable, tuple[V, object]] = {}
         self._on_drop = on_drop
 
     def get(self, fn: Function) -> V | None:
         """Returns the value of a function, or None."""
         is_plain = type(fn) is FunctionType  # the common case, and fast
-        return self._values.get(weakref.ref(fn) if is_plain else reference(fn))
+        entry = self._values.get(weakref.ref(fn) if is_plain else _key(fn))
+        return None if entry is None else entry[0]
 
     def set_default(self, fn: Function, value: V) -> V:
         """Returns the value of a function, which is `value` unless it has one."""
-        key = reference(fn)
-        known = self._values.get(key)
-        if known is not None:
-            return known
-        return self._values.setdefault(reference(fn, self._dropped), value)
-
-    def pop(self, fn: Function) -> None:
-        """Removes the value of a function, if it has one."""
-        self._values.pop(reference(fn), None)
+        key = _key(fn)
+        drop = functools.partial(self._dropped, key)
+        owner = fn.__self__ if isinstance(fn, MethodType) else fn
+        with contextlib.suppress(TypeError):  # no support for weak references
+            return self._values.setdefault(key, (value, weakref.ref(owner, drop)))[0]
+        return self._values.setdefault(key, (value, owner))[0]
 
     def values(self) -> Iterator[V]:
         """Yields the values of all functions."""
-        return iter(list(self._values.values()))
+        return iter([value for value, _ in list(self._values.values())])
 
     def clear(self) -> None:
         """Removes all values."""
         self._values.clear()
 
     def _dropped(
-        self, key: Hashable, is_finalizing: Callable[[], bool] = sys.is_finalizing
+        self, key: Hashable, _: object, is_finalizing: Callable[[], bool] = sys.is_finalizing
     ) -> None:
-        value = self._values.pop(key, None)
+        entry = self._values.pop(key, None)
         # When Python ends, the names that `on_drop` uses may be None.
-        if value is not None and self._on_drop is not None and not is_finalizing():
-            self._on_drop(value)
+        if entry is not None and self._on_drop is not None and not is_finalizing():
+            self._on_drop(entry[0])
 
 
-class _Method:
-    """A weak reference to a bound method: equal for the same object and function."""
-
-    __slots__ = ("_function", "_hash", "_object")
-
-    def __init__(self, method: MethodType, on_drop: Callable[[Any], None] | None) -> None:
-        self._function = method.__func__
-        self._hash = hash((id(method.__self__), method.__func__))
-        drop = None if on_drop is None else lambda _: on_drop(self)
-        self._object = weakref.ref(method.__self__, drop)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, _Method) or self._function != other._function:
-            return False
-        owner = self._object()
-        return owner is not None and owner is other._object()
-
-
-def reference(fn: Any, on_drop: Callable[[Any], None] | None = None) -> Hashable:
-    """Returns a weak reference to a function, equal for the same function."""
+def _key(fn: Any) -> Hashable:
+    """Returns what is equal for the same function, and does not keep it."""
     try:
         hash(fn)
     except TypeError:  # an object with `__call__`, such as a dataclass
         fn = fn.__call__
+    if isinstance(fn, MethodType):  # an id is not used again before its entry is dropped
+        return id(fn.__self__), fn.__func__
     try:
-        if isinstance(fn, MethodType):
-            return _Method(fn, on_drop)
-        return weakref.ref(fn, on_drop)
-    except TypeError:  # no support for weak references
+        return weakref.ref(fn)
+    except TypeError:
         return fn
 
 
 _MAX_PROGRAMS = 256
+_MAX_NEW_FUNCTIONS = 3
 
 
 class Step:
@@ -184,6 +158,11 @@ class Step:
                 self.variables = ()
             return self.variables
 
+    def warn(self, kind: str, text: str | None) -> None:
+        """Issues a warning, unless there is no text, or one of this kind was issued."""
+        if text and is_first(self.warned, kind):
+            warn_user(text)
+
     def capture(self, fn: StepFunction, variables: Sequence[Variable]) -> None:
         """Adds variables that a trace has found."""
         with self._lock:
@@ -222,10 +201,18 @@ class Steps:
         """Returns the step of a function."""
         return self.get(fn) or self._steps.set_default(fn, Step(fn))
 
-    def lone(self, fn: StepFunction) -> _Lone | None:
-        """Returns what is known of dropped functions with the same code, if there are any."""
+    def warn_if_recompiled(self, fn: StepFunction) -> None:
+        """Warns about a step that is a new function object in every call."""
         code = code_of(fn)
-        return self._lone.get(code) if code is not None else None
+        lone = self._lone.get(code) if code is not None else None
+        if code is None or lone is None or lone.count < _MAX_NEW_FUNCTIONS - 1:
+            return
+        if is_first(lone.warned, "recompiled"):
+            warn_user(
+                f"{name_of(fn)} ({code.co_filename}:{code.co_firstlineno}) was recompiled "
+                f"{_MAX_NEW_FUNCTIONS} times because each call passes a new function object. "
+                "Define it once, outside the loop, and pass the changing values as arguments."
+            )
 
     def limit_size(self) -> None:
         """Forgets everything if there are too many programs."""
@@ -246,24 +233,22 @@ class Steps:
             self._lone.set_default(step.code, _Lone()).count += 1
 
 
-MAX_NEW_FUNCTIONS = 3
+def warn_about_step(step: Step, call: Call, analysis: Analysis, num_replicas: int) -> None:
+    """Issues the warnings about a new program of a step, each kind once."""
+    texts = {"optimizer": _idle_optimizer(call, analysis)}
+    if not is_our_module(getattr(call.fn, "__module__", None)):
+        if num_replicas > 1:
+            texts |= _texts_of_proof(call, analysis, num_replicas)
+            texts["drift"] = _drift(step, call, analysis)
+        texts["lost"] = _lost_update(call, analysis.notes)
+        texts["leaks"] = _leaks(call.fn)
+    for kind, text in texts.items():
+        step.warn(kind, text)
 
 
-def warn_about_proof(
-    warned: set[str], call: Call, notes: Notes, marks: Sequence[Mark], num_replicas: int
-) -> None:
-    """Warns about the notes of the proof, once per function.
-
-    Args:
-        warned: Kinds of the warnings about this step that were issued.
-        call: The call that was proved.
-        notes: Notes of the proof.
-        marks: Marks of the outputs.
-        num_replicas: Number of replicas.
-    """
-    if is_our_module(getattr(call.fn, "__module__", None)) or num_replicas == 1:
-        return
-    name, texts = name_of(call.fn), {}
+def _texts_of_proof(call: Call, analysis: Analysis, num_replicas: int) -> dict[str, str | None]:
+    """Returns the warnings about the notes of the proof, by kind."""
+    name, notes, texts = name_of(call.fn), analysis.notes, dict[str, str | None]()
     is_data = [np.ndim(leaf) > 0 for leaf in call.layout.dynamic_leaves(call.leaves)]
     if notes.idle_collectives and any(is_data):
         texts["undistributed"] = (
@@ -286,40 +271,37 @@ def warn_about_proof(
             "with mirror.get_replica_context().fold_in(key). Add noise for a sum, such as "
             "private gradients, after the all-reduce."
         )
-    assumed = sorted({line for mark in marks if not mark.per_replica for line in mark.assumed})
+    assumed = sorted(
+        {line for mark in analysis.marks if not mark.per_replica for line in mark.assumed}
+    )
     if assumed:
         texts["pure"] = (
             f"{name} assumes that {', '.join(assumed)} returns the same on all replicas, "
             "because the callback is declared pure. If it is not, the replicas diverge: "
             'all-reduce its result, mirror.all_reduce("mean", y).'
         )
-    for kind, text in texts.items():
-        if is_first(warned, kind):
-            warn_user(text)
+    return texts
 
 
-def warn_about_drift(step: Step, call: Call, analysis: Analysis, num_replicas: int) -> None:
-    """Warns about values per replica that the step has returned for mirrored arguments."""
-    if is_our_module(getattr(call.fn, "__module__", None)) or num_replicas == 1:
-        return
+def _drift(step: Step, call: Call, analysis: Analysis) -> str | None:
+    """Returns the warning about values per replica that were returned for mirrored arguments."""
     known = step.own_values.setdefault(call.layout.treedef, {})
     causes = [known[i] for i in call.layout.per_replica if i in known]
     results, _, _ = analysis.traced.split(analysis.marks)
     known.update(own_values(call, analysis.traced, results))
-    if causes and is_first(step.warned, "drift"):
-        warn_user(
-            f"{name_of(call.fn)} receives values that an earlier call has returned, and that "
-            f"differ between replicas, so that each replica trains on its own:\n{listing(causes)}"
-            f"\n{ALL_REDUCE}{IF_INTENDED}"
-        )
+    if not causes:
+        return None
+    return (
+        f"{name_of(call.fn)} receives values that an earlier call has returned, and that "
+        f"differ between replicas, so that each replica trains on its own:\n{listing(causes)}"
+        f"\n{ALL_REDUCE}{IF_INTENDED}"
+    )
 
 
-def warn_about_lost_updates(warned: set[str], call: Call, notes: Notes) -> None:
-    """Warns about new values of arguments that the step computes and does not return."""
-    if is_our_module(getattr(call.fn, "__module__", None)) or not notes.lost_updates:
-        return
-    if not is_first(warned, "lost"):
-        return
+def _lost_update(call: Call, notes: Notes) -> str | None:
+    """Returns the warning about new values of arguments that the step does not return."""
+    if not notes.lost_updates:
+        return None
     step_name, names = name_of(call.fn), call.input_names
     lost = list(dict.fromkeys(names[update.input] for update in notes.lost_updates))
     more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
@@ -329,15 +311,15 @@ def warn_about_lost_updates(warned: set[str], call: Call, notes: Notes) -> None:
     if lost[0] in changed:
         why = "which changed it in place: each replica changed its own copy"
     state = re.split(r"[.\[]", lost[0])[0]
-    warn_user(
+    return (
         f"The new {lost[0]}{more}, computed at {line} from the all-reduce at {collective}, is "
         f"lost: it reaches no result of {step_name}, {why}. Return the new state, and pass it "
         f"to the next call: {state}, loss = strategy.run({step_name}, ({state}, batch))."
     )
 
 
-def warn_about_idle_optimizers(warned: set[str], call: Call, analysis: Analysis) -> None:
-    """Warns about an `nnx.Optimizer` that is updated, and whose `wrt` selects no variable."""
+def _idle_optimizer(call: Call, analysis: Analysis) -> str | None:
+    """Returns the warning about an updated `nnx.Optimizer` whose `wrt` selects no variable."""
     models = [each for each in call.objects if isinstance(each, nnx.Module)]
     pairs = zip(call.slots, analysis.outcomes, strict=True)
     written = {slot.path for (slot, _), outcome in pairs if outcome is LeafOutcome.MIRRORED}
@@ -345,9 +327,9 @@ def warn_about_idle_optimizers(warned: set[str], call: Call, analysis: Analysis)
         is_updated = isinstance(each, nnx.Optimizer) and (i, "step") in written
         if not is_updated or not models or each.wrt is nnx.Param:  # of a model without parameters
             continue
-        message = nothing_selected(models, each.wrt)
-        if message is not None and is_first(warned, "optimizer"):
-            warn_user(f"{name_of(call.fn)}: {message}")
+        if (message := nothing_selected(models, each.wrt)) is not None:
+            return f"{name_of(call.fn)}: {message}"
+    return None
 
 
 def nothing_selected(models: Sequence[nnx.Module], wrt: Any) -> str | None:
@@ -362,49 +344,20 @@ def nothing_selected(models: Sequence[nnx.Module], wrt: Any) -> str | None:
     )
 
 
-def warn_about_leaks(warned: set[str], fn: StepFunction) -> None:
-    """Warns about traced values that a step has stored outside itself, once per function."""
-    if is_our_module(getattr(fn, "__module__", None)):
-        return
+def _leaks(fn: StepFunction) -> str | None:
+    """Returns the warning about traced values that a step has stored outside itself."""
     leaked = leaked_names(fn)
-    if not leaked or not is_first(warned, "leaks"):
-        return
+    if not leaked:
+        return None
     name = name_of(fn)
     stored = ", ".join(f"{path} ({describe(value)})" for path, value in leaked[:3])
     container = leaked[0][0].partition("[")[0]
     fix = f"{container}.append(value)" if "[" in leaked[0][0] else f"{container} = value"
-    warn_user(
+    return (
         f"{name} stored traced values outside the step: {stored}. They never receive numbers, "
         "because the step is traced once and runs compiled. Return the value, and store the "
         f"result: value = strategy.run({name}, args); {fix}."
     )
-
-
-def warn_about_stale_arrays(warned: set[str], call: Call, captured: Captured, runs: int) -> None:
-    """Warns about a captured array or variable that was replaced since the step was compiled.
-
-    Args:
-        warned: Kinds of the warnings about this step that were issued.
-        call: The call.
-        captured: The program's `captured_arrays`.
-        runs: Number of completed runs of the program.
-    """
-    if not is_time_to_look(runs):
-        return
-    message = stale_array(call.fn, call.objects, captured, call.captured)
-    if message is not None and is_first(warned, "stale"):
-        warn_user(message)
-
-
-def warn_about_recompilation(warned: set[str], fn: StepFunction) -> None:
-    """Warns about a step that is a new function object in every call."""
-    code = code_of(fn)
-    if code is not None and is_first(warned, "recompiled"):
-        warn_user(
-            f"{name_of(fn)} ({code.co_filename}:{code.co_firstlineno}) was recompiled "
-            f"{MAX_NEW_FUNCTIONS} times because each call passes a new function object. "
-            "Define it once, outside the loop, and pass the changing values as arguments."
-        )
 
 
 def _path_name(call: Call, path: Sequence[Any]) -> str:

@@ -1,16 +1,16 @@
-"""Stores the value of a `Variable`, one array or one per replica, and converts values to it."""
+"""Stores the value of a `Variable`, one array or one per replica."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mirror._src.base.errors import ReplicaDivergenceError, describe
+from mirror._src.base.errors import describe
 from mirror._src.base.foreign_arrays import to_array
-from mirror._src.base.types import ARRAY_LIKE, Array, is_numeric, long_fix
+from mirror._src.base.types import Array, is_numeric, long_fix
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import UnstackedArrays, host_copy, place_like, require_fits
 from mirror._src.engine.all_reduce import AllReduce
@@ -43,25 +43,6 @@ Synchronization: TypeAlias = Literal["auto", "on_write", "on_read"]
 Aggregation: TypeAlias = Literal["none", "sum", "mean", "only_first_replica"]
 
 
-class Assignable(Protocol):
-    """Interface that `convert` requires of a variable."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the value."""
-        ...
-
-    @property
-    def dtype(self) -> Any:
-        """Dtype of the value."""
-        ...
-
-    @property
-    def described(self) -> str:
-        """Name of the variable in messages."""
-        ...
-
-
 def label(name: str | None) -> str:
     """Returns the name of a variable in messages.
 
@@ -69,47 +50,6 @@ def label(name: str | None) -> str:
     ("variable 'v'", 'an unnamed variable')
     """
     return f"variable {name!r}" if name else "an unnamed variable"
-
-
-def convert(variable: Assignable, value: Any) -> Any:
-    """Converts a value to the shape and dtype of a variable.
-
-    Raises:
-        ValueError, TypeError, ReplicaDivergenceError: If it cannot be converted; see
-            `Variable.assign`.
-    """
-    if isinstance(value, nnx.Variable):
-        value = value.get_value()
-    if is_per_replica(value):
-        raise ReplicaDivergenceError(
-            f"Cannot assign {value!r} to {variable.described}, which is the same on all replicas. "
-            "Reduce it first, strategy.reduce('mean', x), or assign inside the step."
-        )
-    shape, dtype = variable.shape, variable.dtype
-    if not isinstance(value, (*ARRAY_LIKE, list, tuple)):
-        raise TypeError(
-            f"Cannot assign {describe(value)} to {variable.described}: expected an array or a "
-            "number."
-        )
-    is_typed = isinstance(value, jax.Array | np.ndarray | np.generic)
-    array = as_array(f"The new value of {variable.described}", value)
-    is_weak = getattr(array, "weak_type", False) or not is_typed
-    if is_weak and not jnp.can_cast(array.dtype, dtype, "same_kind"):
-        raise TypeError(
-            f"Cannot assign {describe(value)} to {variable.described}, which has dtype {dtype}. "
-            f"Convert it: jnp.asarray(x).astype({str(dtype)!r})."
-        )
-    if not is_weak and array.dtype != dtype:
-        raise ValueError(
-            f"Cannot assign {describe(array)} to {variable.described}, which has dtype {dtype}. "
-            f"Convert it: x.astype({str(dtype)!r})."
-        )
-    if array.shape != shape:
-        raise ValueError(
-            f"Cannot assign {describe(array)} to {variable.described}, which has shape {shape}. "
-            "Pass an array of that shape."
-        )
-    return array.astype(dtype)
 
 
 def initial_value(value: Any, dtype: Any, name: str | None) -> Array:

@@ -15,9 +15,9 @@ import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
 
-from mirror._src.base.errors import counted
+from mirror._src.base.errors import ReplicaDivergenceError, counted, describe
 from mirror._src.base.public_names import set_module
-from mirror._src.base.types import Array, ArrayLike, PyTree
+from mirror._src.base.types import ARRAY_LIKE, Array, ArrayLike, PyTree
 from mirror._src.base.unknown_names import advice, unknown_attribute
 from mirror._src.devices.backend import names
 from mirror._src.devices.replicas import ReplicaDevices
@@ -36,7 +36,7 @@ from mirror._src.engine.storage import (
     Aggregation,
     Synchronization,
     are_arrays,
-    convert,
+    as_array,
     dtype_of,
     first_value,
     initial_value,
@@ -182,12 +182,12 @@ class Variable(nnx.Variable[Any]):
     def _update(
         self, value: Any, change: Callable[[Any, Any], Any], method: str = "assign"
     ) -> "Variable":
-        new = convert(self, value)
+        new = self._converted(value)
         context = _current_replica()
         if context is not None:
             target = _target(self)
             if not self.is_on_read:
-                new = convert(self, self._aggregated(context, new))
+                new = self._converted(self._aggregated(context, new))
             self._write(target.set_raw_value, change(target.get_raw_value(), new))
         elif self.is_on_read:
             self._update_copies(new, change, method)
@@ -195,6 +195,46 @@ class Variable(nnx.Variable[Any]):
             old = self.get_raw_value()
             self._write(self.set_raw_value, place_like(change(old, place_like(new, old)), old))
         return self
+
+    def _converted(self, value: Any) -> Any:
+        """Returns a value in the shape and dtype of the self.
+
+        Raises:
+            ValueError, TypeError, ReplicaDivergenceError: If it cannot be converted; see
+                `assign`.
+        """
+        if isinstance(value, nnx.Variable):
+            value = value.get_value()
+        if is_per_replica(value):
+            raise ReplicaDivergenceError(
+                f"Cannot assign {value!r} to {self.described}, which is the same on all replicas. "
+                "Reduce it first, strategy.reduce('mean', x), or assign inside the step."
+            )
+        shape, dtype = self.shape, self.dtype
+        if not isinstance(value, (*ARRAY_LIKE, list, tuple)):
+            raise TypeError(
+                f"Cannot assign {describe(value)} to {self.described}: expected an array or a "
+                "number."
+            )
+        is_typed = isinstance(value, jax.Array | np.ndarray | np.generic)
+        array = as_array(f"The new value of {self.described}", value)
+        is_weak = getattr(array, "weak_type", False) or not is_typed
+        if is_weak and not jnp.can_cast(array.dtype, dtype, "same_kind"):
+            raise TypeError(
+                f"Cannot assign {describe(value)} to {self.described}, which has dtype {dtype}. "
+                f"Convert it: jnp.asarray(x).astype({str(dtype)!r})."
+            )
+        if not is_weak and array.dtype != dtype:
+            raise ValueError(
+                f"Cannot assign {describe(array)} to {self.described}, which has dtype {dtype}. "
+                f"Convert it: x.astype({str(dtype)!r})."
+            )
+        if array.shape != shape:
+            raise ValueError(
+                f"Cannot assign {describe(array)} to {self.described}, which has shape {shape}. "
+                "Pass an array of that shape."
+            )
+        return array.astype(dtype)
 
     def _write(self, method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Writes a value, unless the end of a nested transformation would discard it."""

@@ -288,7 +288,7 @@ def describe_program(
         len(runner.replicas),
         tuple(_list_results(call, step.out_names, avals[: ends[0]], results)),
         tuple(_list_variables(call, avals[ends[0] : ends[1]], after, analysis.outcomes)),
-        tuple(collectives_of(final, runner.pack_bytes, after_step)),
+        tuple(collectives_of(final, runner.executor.pack_bytes, after_step)),
         tuple(analysis.problems),
         tuple(_list_sharding(call, step.avals, final, len(runner.replicas))),
         runner.choice,

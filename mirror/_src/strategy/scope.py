@@ -14,13 +14,12 @@ from flax import nnx
 
 from mirror._src.devices.op_log import unlogged
 from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.engine.in_step import stack
 from mirror._src.engine.replica_context import (
     Frame,
     ReplicaGroup,
     current_frame,
     current_task,
-    pop_frame,
-    push_frame,
     require_cross_replica,
 )
 from mirror._src.keras.hooks import enter_scope, exit_scope
@@ -36,20 +35,16 @@ def store_created() -> None:
 
     @functools.wraps(create_value)
     def stored(self: nnx.Variable[Any], value: Any) -> Any:
-        return _stored(create_value(self, value))
+        frame, value = current_frame(), create_value(self, value)
+        devices = None if frame is None or frame.replica is not None else frame.devices
+        is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+        if devices is None or not is_array or not devices.is_mirrored(value):
+            return value  # an array on a device of its own stays there
+        axis = devices.stored_axis(value)
+        return value if axis is None else devices.shard(value, axis)
 
     setattr(stored, _INSTALLED, True)
     nnx.Variable.create_value = stored  # type: ignore[method-assign]
-
-
-def _stored(value: Any) -> Any:
-    """Returns slices of an array that the scope has mirrored, not one on a device of its own."""
-    frame = current_frame()
-    devices = None if frame is None or frame.replica is not None else frame.devices
-    if devices is None or not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
-        return value
-    axis = devices.stored_axis(value) if devices.is_mirrored(value) else None
-    return value if axis is None else devices.shard(value, axis)
 
 
 S = TypeVar("S")
@@ -91,7 +86,7 @@ class Scope(Generic[S]):
         if self._devices.slice_bytes is not None:
             store_created()
         shown_as = None if self._shown is strategy else self._shown
-        push_frame(Frame(strategy, None, self._devices, shown_as, current_task()))
+        stack.frames.append(Frame(strategy, None, self._devices, shown_as, current_task()))
         enter_scope(strategy, self._devices)
         return self._shown
 
@@ -100,7 +95,7 @@ class Scope(Generic[S]):
             if error is None:
                 exit_scope(self._strategy, self._devices)
         finally:
-            pop_frame()
+            stack.frames.pop()
             self._meshes.pop().__exit__(kind, error, trace)
 
     def _is_open(self) -> bool:

@@ -142,8 +142,6 @@ class Strategy(abc.ABC):
         chooses = shard == "auto" and replicas.slice_bytes is not None
         self._runner = Runner(self, replicas, cross_device_ops, chooses=chooses)
         strategies.add(self)
-        self._single_replica: Strategy | None = None
-        self._on_one_device: Runner | None = None
         self._runner.on_new_step = functools.partial(warn_if_different, self._single_runner)
 
     @property
@@ -677,7 +675,7 @@ class Strategy(abc.ABC):
             if is_model(fn):
                 return verify_model(fn, self.scope(), single.replicas, args, kwargs, rtol)
             rtol = checks.rtol_of() if rtol is None else rtol
-            in_turn = self._runner_in_turn()
+            in_turn = self._runner_in_turn
             return checks.verify(self._runner, single, fn, args, kwargs, rtol, in_turn=in_turn)
 
     @final
@@ -769,11 +767,13 @@ class Strategy(abc.ABC):
         runners = Runners(self._runner, scratch, self._single_runner())
         return explain(runners, fn, args, kwargs, data, steps)
 
+    @functools.cached_property
+    def _single_replica(self) -> "OneDeviceStrategy":
+        axis_name = self._replicas.axis_name
+        return OneDeviceStrategy(self.local_devices[0], axis_name=axis_name)
+
     def _single_runner(self) -> Runner:
         """The runner of one replica on the first device, for comparison."""
-        if self._single_replica is None:
-            device, axis_name = self.local_devices[0], self._replicas.axis_name
-            self._single_replica = OneDeviceStrategy(device, axis_name=axis_name)
         return self._single_replica._runner
 
     @functools.cached_property
@@ -791,14 +791,14 @@ class Strategy(abc.ABC):
         Strategy.__init__(twin, once, ops)
         return twin._runner
 
+    @functools.cached_property
     def _runner_in_turn(self) -> Runner | None:
         """The runner of a fixed number of replicas on one device; None if there is no other."""
         if not self._replicas.in_turn or self._spans_processes or len(self._replicas.distinct) == 1:
             return None
-        if self._on_one_device is None:
-            one = self._replicas.on_first()
-            self._on_one_device = Runner(self, one, self._cross_device_ops)
-        return self._on_one_device
+        devices, axis_name = self.devices[:1] * len(self.devices), self._replicas.axis_name
+        one = ReplicaDevices(devices, axis_name=axis_name, in_turn=True)
+        return Runner(self, one, self._cross_device_ops)
 
     def _local_values(self, leaf: Any) -> Sequence[Any]:
         n = self.num_replicas_in_sync

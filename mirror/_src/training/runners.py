@@ -184,7 +184,7 @@ class LocalSteps:
         require_cross_replica(self._strategy, "verify", "Call it outside the step.")
         runners = self._strategy._runner, self._strategy._single_runner()
         step, arguments = self._call(batch)
-        in_turn = self._strategy._runner_in_turn()
+        in_turn = self._strategy._runner_in_turn
         with exact_products(runners[0].replicas):
             return verify(*runners, step, arguments, {}, rtol, self._alone, in_turn)
 

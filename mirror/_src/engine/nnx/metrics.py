@@ -8,9 +8,7 @@ A rule merges all states of a metric together: the number of examples is often t
 every replica, and still has to be summed when the total is.
 """
 
-import abc
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import jax.numpy as jnp
@@ -26,31 +24,22 @@ Psum: TypeAlias = Callable[[list[Array]], list[Array]]
 Rounds: TypeAlias = Generator[list[Array], list[Array], dict[str, Array]]
 
 
-class Rule(abc.ABC):
-    """Base class for rules that merge the states of one metric over the replicas."""
+class Additive:
+    """Rule for metrics whose states are sums: what each replica added is summed."""
 
-    @abc.abstractmethod
     def unmergeable(self, dependences: Dependences) -> list[str]:
-        """Returns the names of the states that this rule cannot merge.
+        """Returns the names of the states that are not sums.
 
         Args:
             dependences: How each state after the step depends on the same state before it.
         """
-
-    @abc.abstractmethod
-    def rounds(self, before: States, after: States, dependences: Dependences) -> Rounds:
-        """Yields the arrays to sum over the replicas, receives the sums, returns the states."""
-
-
-class Additive(Rule):
-    """Rule for metrics whose states are sums: what each replica added is summed."""
-
-    def unmergeable(self, dependences: Dependences) -> list[str]:
-        """Returns the names of the states that are not sums."""
         return [name for name, how in dependences.items() if how is Dependence.OTHER]
 
     def rounds(self, before: States, after: States, dependences: Dependences) -> Rounds:
-        """Sums what each replica added; for a state that was reset, all of it."""
+        """Sums what each replica added; for a state that was reset, all of it.
+
+        Yields the arrays to sum over the replicas, receives the sums, returns the states.
+        """
         added = {name for name, how in dependences.items() if how is Dependence.ADDED}
         increments = [
             _increment(before[name], value) if name in added else widened(value)
@@ -64,7 +53,7 @@ class Additive(Rule):
         return merged
 
 
-class Moments(Rule):
+class Moments:
     """Rule for `nnx.metrics.Welford`: counts, means and squared deviations of disjoint batches.
 
     With N examples in all, n' of them known to a replica afterwards, and e the change of its mean,
@@ -115,6 +104,10 @@ class Moments(Rule):
         return {name: value.astype(after[name].dtype) for name, value in merged.items()}
 
 
+Rule: TypeAlias = Additive | Moments
+"""How the states of one metric are merged."""
+
+
 def merge_rule(metric: object) -> Rule | None:
     """Returns the rule for the object that holds the metric states; `None` if it has no rule.
 
@@ -128,35 +121,18 @@ def merge_rule(metric: object) -> Rule | None:
     return None
 
 
-@dataclass(frozen=True)
-class Update:
-    """Update of one metric in one step, on one replica.
-
-    Attributes:
-        rule: Rule for the metric. It must find every state mergeable.
-        before: States before the step, the same on all replicas, by attribute name.
-        after: States after the step on this replica.
-        dependences: How each state after the step depends on the same state before it.
-    """
-
-    rule: Rule
-    before: States
-    after: States
-    dependences: Dependences
-
-
-def merge(updates: Sequence[Update], psum: Psum) -> list[dict[str, Array]]:
+def merge(metrics: Sequence[Rounds], psum: Psum) -> list[dict[str, Array]]:
     """Merges metrics over all replicas.
 
     Args:
-        updates: Metrics that at least one replica may have updated differently.
+        metrics: The rounds of the metrics that a replica may have updated differently.
         psum: Sums each array of a list over the replicas. It is called once if all metrics are
             sums, and twice if there are moments among them.
 
     Returns:
         For each metric its merged states, the same on all replicas, in their dtypes after the step.
     """
-    running = {i: u.rule.rounds(u.before, u.after, u.dependences) for i, u in enumerate(updates)}
+    running = dict(enumerate(metrics))
     merged: dict[int, dict[str, Array]] = {}
     received: dict[int, list[Array]] = {}
     while running:
@@ -170,7 +146,7 @@ def merge(updates: Sequence[Update], psum: Psum) -> list[dict[str, Array]]:
         if asked:
             sums = iter(psum([array for arrays in asked.values() for array in arrays]))
             received = {i: [next(sums) for _ in arrays] for i, arrays in asked.items()}
-    return [merged[i] for i in range(len(updates))]
+    return [merged[i] for i in range(len(metrics))]
 
 
 def _increment(before: Array, after: Array) -> Array:

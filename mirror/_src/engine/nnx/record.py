@@ -10,7 +10,7 @@ import itertools
 import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence, Set
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -21,9 +21,7 @@ from mirror._src.devices.op_log import placement_log
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.devices.transfer import UnstackedArrays, any_deleted, buffers_of, require_fits
 from mirror._src.engine.nnx.structure import (
-    Path,
     Structure,
-    follow,
     holder_at,
     is_equal,
     put,
@@ -107,20 +105,9 @@ class Record:
             return None
         return last if last is not None and all(map(operator.is_, leaves, last)) else leaves
 
-    def unwritten(self, leaves: Sequence[Any]) -> list[int]:
-        """Returns the positions of the leaves that differ from what the last step wrote."""
-        if self.last is None:
-            return list(range(len(leaves)))
-        pairs = enumerate(zip(leaves, self.last, strict=True))
-        return [i for i, (a, b) in pairs if a is not b or i in self.unchecked]
-
     def holder(self, i: int) -> Any:
         """Returns the variable, object or container that holds the value of slot `i`."""
         return self._holders[i][0]
-
-    def assigned_to(self, positions: Iterable[int]) -> Set[int]:
-        """Returns the addresses of the leaves at some positions that the user has assigned."""
-        return frozenset[int]().union(*(self.assigned[i] for i in positions if i in self.assigned))
 
     def is_ready(self, leaves: list[Any]) -> bool:
         """Whether these are the leaves that the last step wrote, and none has been deleted."""
@@ -158,13 +145,6 @@ class Record:
             else:
                 put(holder, slot.path[-1], value)
         self._seen = self._attributes()
-
-    def set_attributes(
-        self, objects: Sequence[Any], changes: Iterable[tuple[Path, str, Any]]
-    ) -> None:
-        """Sets static attributes, given as path of the object, name and value."""
-        for path, name, value in changes:
-            setattr(follow(objects, path), name, value)
 
 
 def _arrays(leaf: Any) -> Sequence[Any]:
@@ -214,18 +194,13 @@ class ObjectTable:
         return record, leaves
 
     def _create(self, objects: Sequence[Any]) -> Record:
-        key = tuple(map(id, objects))
+        key, records = tuple(map(id, objects)), self._records
         record = Record(objects, self._structures)
-        drop = self._make_drop(key)
-        self._records[key] = ([_reference(obj, drop) for obj in objects], record)
+        drop = lambda _: records.pop(key, None) and None  # or it keeps the arrays  # noqa: E731
+        records[key] = ([_reference(obj, drop) for obj in objects], record)
         while len(self._records) > _MAX_RECORDS:
             self._records.popitem(last=False)
         return record
-
-    def _make_drop(self, key: tuple[int, ...]) -> Callable[[Any], None]:
-        """Returns a callback that drops a record, which would keep the arrays of dead objects."""
-        records = self._records
-        return lambda _: records.pop(key, None) and None
 
     def _mirror(
         self, record: Record, leaves: list[Any], roots: Callable[[], Sequence[str]]
@@ -257,7 +232,8 @@ class ObjectTable:
             # A buffer that two variables share would be donated twice, which crashes JAX 0.10.2.
             is_placed = isinstance(leaf, jax.Array) and self._replicas.is_placed(leaf)
             if not is_placed:
-                require_fits(functools.partial(_name_of, names, i), leaf)
+                its_name = lambda i=i: names()[i]  # noqa: E731
+                require_fits(its_name, leaf)
             buffers = buffers_of(leaf) if is_placed else set()
             is_ready = is_placed and taken.isdisjoint(buffers)
             mirrored.append(leaf if is_ready else self._replicas.store(leaf))
@@ -269,8 +245,9 @@ class ObjectTable:
                 placement_log.mirrored(name, leaf, self._replicas.devices)
         unchecked: Sequence[int] = ()
         if self._replicas.spans_processes:
-            new, is_own = record.unwritten(mirrored), record.structure.is_own
-            unchecked = [i for i in new if not is_own[i]]
+            pairs = itertools.zip_longest(mirrored, record.last or ())
+            new = {i for i, (a, b) in enumerate(pairs) if a is not b}.union(record.unchecked)
+            unchecked = [i for i in sorted(new) if not record.structure.is_own[i]]
         record.write(mirrored, unchecked, assigned)
         return mirrored
 
@@ -297,7 +274,3 @@ def _reference(obj: Any, on_death: Callable[[Any], None]) -> Callable[[], Any]:
         return weakref.ref(obj, on_death)
     except TypeError:
         return lambda: obj
-
-
-def _name_of(names: Callable[[], Sequence[str]], i: int) -> str:
-    return names()[i]

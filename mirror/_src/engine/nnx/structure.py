@@ -55,12 +55,6 @@ def read_holder(holder: Any, key: Any) -> Any:
     return holder.get_raw_value() if isinstance(holder, nnx.Variable) else child(holder, key)
 
 
-def read_at(objects: Sequence[Any], path: Path) -> Any:
-    """Returns the raw value of the variable at a path, or the array itself."""
-    node = follow(objects, path)
-    return node.get_raw_value() if isinstance(node, nnx.Variable) else node
-
-
 def nodes(objects: Sequence[Any]) -> Iterator[tuple[Path, nnx.Pytree]]:
     """Yields the nnx objects that are not variables, each with its path."""
     for path, node in nnx.iter_graph(tuple(objects)):
@@ -369,7 +363,8 @@ class ReplicaCopies:
                 "Create all variables before `run`. Remove sown values inside the step with "
                 "nnx.pop(model, nnx.Intermediate)."
             )
-        values = [read_at(self.objects, slot.path) for slot in self.structure.slots]
+        held = [follow(self.objects, slot.path) for slot in self.structure.slots]
+        values = [x.get_raw_value() if isinstance(x, nnx.Variable) else x for x in held]
         return [
             self._given[i] if i in self.keys and leaf is self.keys[i][1] else jnp.asarray(leaf)
             for i, leaf in enumerate(jax.tree.leaves(values))
