@@ -374,8 +374,8 @@ _OF_EXECUTORS = (
     Fault(
         "a permutation that omits replicas, on the host",
         "mirror/_src/engine/staged.py",
-        "return [values[source[replica]] if replica in source else zeros for replica in group]",
-        "return [values[source.get(replica, replica)] for replica in group]",
+        "return [values[source[i]] if i in source else zeros for i in group]",
+        "return [values[source.get(i, i)] for i in group]",
         ("tests/engine/test_collectives.py",),
         is_slow=True,
     ),

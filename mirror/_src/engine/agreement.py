@@ -134,12 +134,12 @@ def _settings(program: ReplicaProgram, executor: Executor) -> list[Line]:
 
 
 def _declared(call: Call, program: ReplicaProgram, inputs: Sequence[Any]) -> list[Line]:
-    lines = []
-    for name, kind, leaf in zip(call.input_names, program.inputs, inputs, strict=True):
-        shape = leaf.shape[1:] if kind.is_own else leaf.shape
-        row = describe(jax.ShapeDtypeStruct(shape, leaf.dtype))
-        lines.append(Line(f"input {name}: {row}{' per replica' if kind.is_own else ''}"))
-    return lines
+    pairs = zip(program.inputs, inputs, strict=True)
+    rows = [jax.ShapeDtypeStruct(x.shape[kind.is_own :], x.dtype) for kind, x in pairs]
+    return [
+        Line(f"input {name}: {describe(row)}{' per replica' if kind.is_own else ''}")
+        for name, kind, row in zip(call.input_names, program.inputs, rows, strict=True)
+    ]
 
 
 def _values(call: Call, program: ReplicaProgram, inputs: Sequence[Any]) -> list[Line]:

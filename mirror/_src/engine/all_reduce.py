@@ -60,12 +60,6 @@ class AllReduce(CrossDeviceOps):
     def _is_compiled(cls) -> bool:
         return True
 
-    def reduce_implementation(
-        self, op: ReduceOp, values: Iterator[np.ndarray]
-    ) -> Array | np.ndarray:
-        """Reduces on the host where the devices cannot, as for devices of several types."""
-        return super().reduce_implementation(op, values)
-
     def _reduced(self, op: ReduceOp, value: PerReplica) -> Array:
         devices = devices_of(value)
         if devices is None or devices.are_mixed or len(devices.distinct) == 1:
@@ -96,10 +90,9 @@ def _all_reduce_program(
 
     def all_reduce(stacked: Array) -> list[Array]:
         ready = prepare(op, stacked)
-        if op is ReduceOp.SUM:
-            return [jnp.sum(ready, 0, dtype=accumulator(ready.dtype)).astype(ready.dtype)]
-        if op is ReduceOp.MEAN:
-            return [jnp.mean(ready, 0, dtype=accumulator(ready.dtype)).astype(ready.dtype)]
+        if op in (ReduceOp.SUM, ReduceOp.MEAN):
+            total = jnp.sum if op is ReduceOp.SUM else jnp.mean
+            return [total(ready, 0, dtype=accumulator(ready.dtype)).astype(ready.dtype)]
         extreme = (jnp.min if op is ReduceOp.MIN else jnp.max)(ready, 0)
         if not jnp.issubdtype(ready.dtype, jnp.inexact):
             return [extreme]

@@ -5,6 +5,7 @@ from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Var
 
 from mirror._src.base.errors import ReplicaDivergenceError
@@ -22,7 +23,6 @@ from mirror._src.engine.plan import (
     drift_message,
     find_merges,
     leaf_outcomes,
-    require_means,
     unmerged_message,
 )
 from mirror._src.engine.reduce_op import ReduceOp
@@ -104,8 +104,13 @@ def analyze(
     outcomes = leaf_outcomes(slots, traced.given, after, keys, merged)
     by_outcome = lambda *kinds: [i for i, o in enumerate(outcomes) if o in kinds]  # noqa: E731
     averaged, diverging = by_outcome(LeafOutcome.AVERAGED), by_outcome(LeafOutcome.DIVERGING)
-    if not problems:
-        require_means(slots, [aval.dtype for aval in avals[len(results) :]], averaged)
+    for i in averaged if not problems else ():
+        if not jnp.issubdtype(dtype := avals[len(results) + i].dtype, jnp.inexact):
+            raise TypeError(
+                f"{slots[i][1]} is an nnx.BatchStat that differs between replicas, but as "
+                f"{dtype} it cannot store their mean. Use a float, or reduce it in the step: "
+                'mirror.all_reduce("sum", x).'
+            )
     if diverging:
         causes = (f"{slots[i][1]}: {cause(after[i], names)}" for i in diverging)
         message = divergence_message(step.name, causes)
@@ -117,7 +122,11 @@ def analyze(
     if problems and not reports:
         raise ReplicaDivergenceError(problems[0])
     if not reports:
-        _complete(notes, traced)
+        if notes.shared_noise:
+            notes.summed_noise = summed_noise(jaxpr, step.per_replica)
+        notes.changed_in_place = step.changed_in_place
+        lost = lost_updates(jaxpr)
+        notes.lost_updates = [update for update in lost if not step.per_replica[update.input]]
     changed = [i for i, outcome in enumerate(outcomes) if outcome is not LeafOutcome.UNCHANGED]
     plan = Plan(changed, averaged, list(merges), [mark.per_replica for mark in results])
     finish = None if problems else average_and_merge(traced, plan)
@@ -140,15 +149,6 @@ def _state(
     carried = carried_state(call, step, traced.avals[: len(differs)], differs, donated)
     pairs = [(i, k) for k, i in enumerate(plan.changed) if not step.per_replica[i]]
     return pairs + [(i, len(plan.changed) + k) for i, k in carried]
-
-
-def _complete(notes: Notes, traced: TracedStep) -> None:
-    step, jaxpr = traced.function, traced.jaxpr
-    if notes.shared_noise:
-        notes.summed_noise = summed_noise(jaxpr, step.per_replica)
-    notes.changed_in_place = step.changed_in_place
-    lost = lost_updates(jaxpr)
-    notes.lost_updates = [update for update in lost if not step.per_replica[update.input]]
 
 
 def average_and_merge(traced: TracedStep, plan: Plan) -> ClosedJaxpr:

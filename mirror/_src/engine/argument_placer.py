@@ -11,7 +11,7 @@ from jax.sharding import Sharding
 
 from mirror._src.base.errors import counted, describe
 from mirror._src.base.foreign_arrays import is_plain, to_array
-from mirror._src.base.types import Array, PyTree, is_float0, is_numeric, long_fix
+from mirror._src.base.types import PyTree, is_float0, is_numeric, long_fix
 from mirror._src.devices.op_log import placement_log
 from mirror._src.devices.replicas import Kind, ReplicaDevices
 from mirror._src.devices.transfer import (
@@ -132,6 +132,7 @@ class ArgumentPlacer:
         per_replica = set(call.layout.per_replica)
         ready = []
         for i, leaf in enumerate(leaves):
+            is_own = i in per_replica
             name = lambda i=i: call.leaf_names[i]  # noqa: E731
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise ValueError(_deleted_message(call, i))
@@ -146,7 +147,11 @@ class ArgumentPlacer:
                 leaf = to_array(name(), leaf)
             require_fits(name, leaf)
             try:
-                placed = self._stack(call, i, leaf) if i in per_replica else self._mirror(leaf)
+                if is_own:
+                    placed = self._stack(call, i, leaf)
+                else:
+                    is_placed = isinstance(leaf, jax.Array) and self._replicas.is_placed(leaf)
+                    placed = leaf if is_placed else self._replicas.store(leaf)
             except TypeError as error:
                 raise TypeError(
                     f"{name()} is {describe(leaf)}, which cannot be converted to a JAX "
@@ -155,16 +160,13 @@ class ArgumentPlacer:
             except OverflowError as error:
                 dtype = str(jax.dtypes.canonicalize_dtype(int))
                 raise ValueError(does_not_fit(name(), leaf, leaf, dtype)) from error
-            if placement_log.on and placed is not leaf and i not in per_replica:
-                placement_log.mirrored(name(), leaf, self._replicas.devices)
-            if placed is not leaf and i not in per_replica:
+            if placed is not leaf and not is_own:
+                if placement_log.on:
+                    placement_log.mirrored(name(), leaf, self._replicas.devices)
                 require_not_stacked(name, leaf, self._replicas.axis_name)
-            accepted = self._stacked if i in per_replica else self._mirrored
-            if placed is not leaf:
-                if i not in per_replica:
-                    self._unshared.add(id(placed), placed)
-            elif isinstance(leaf, jax.Array):
-                sharding = leaf.sharding
+                self._unshared.add(id(placed), placed)
+            elif placed is leaf and isinstance(leaf, jax.Array):
+                accepted, sharding = self._stacked if is_own else self._mirrored, leaf.sharding
                 if id(sharding) not in accepted and sharding in accepted.values():
                     if len(accepted) >= _MAX_SHARDINGS:  # a new, equal object in every call
                         for key in [k for k in accepted if k not in self._own_ids]:
@@ -312,11 +314,6 @@ class ArgumentPlacer:
             checked.add(id(leaves[i]), leaves[i])
             for key in addresses:
                 self._owners.add(key, leaves[i])
-
-    def _mirror(self, leaf: Any) -> Array:
-        if isinstance(leaf, jax.Array) and self._replicas.is_placed(leaf):
-            return leaf
-        return self._replicas.store(leaf)
 
     def _reshard_leaf(self, leaf: Any, kind: Kind) -> Any:
         if kind.is_own:

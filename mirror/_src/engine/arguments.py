@@ -197,15 +197,8 @@ def equinox_positions(treedef: Any) -> set[int]:
     return positions
 
 
-class _AreObjects(dict[type, bool]):
-    """For each type that was seen, whether its values are nnx objects."""
-
-    def __missing__(self, kind: type) -> bool:
-        self[kind] = issubclass(kind, OBJECTS)
-        return self[kind]
-
-
-_are_objects = _AreObjects()
+_are_objects: Callable[[type], bool] = functools.cache(lambda kind: issubclass(kind, OBJECTS))
+"""Whether values of a type are nnx objects."""
 
 
 class Arguments(NamedTuple):
@@ -225,11 +218,11 @@ def hoist(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
     objects: list[Any] = []
     rest, named = list(args), kwargs
     for i, value in enumerate(args):
-        if _are_objects[type(value)]:
+        if _are_objects(type(value)):
             rest[i] = _placeholder(len(objects))
             objects.append(value)
     for name, value in kwargs.items():
-        if _are_objects[type(value)]:
+        if _are_objects(type(value)):
             named = {**named, name: _placeholder(len(objects))}
             objects.append(value)
     return Arguments(objects, (tuple(rest), named))
@@ -255,7 +248,7 @@ def _without_objects(tree: Any, objects: list[Any]) -> Any:
         value = tree[key]
         if type(value) in (dict, list, tuple):
             taken = _without_objects(value, objects)
-        elif _are_objects[type(value)]:
+        elif _are_objects(type(value)):
             taken = _placeholder(len(objects))
             objects.append(value)
         else:

@@ -50,7 +50,13 @@ def choose(
             "several types. Omit cross_device_ops, or pass mirror.ReductionToOneDevice()."
         )
     if replicas.are_mixed or not ops._is_compiled():
-        return _staged(replicas, ops)
+        staged = StagedExecutor(replicas, ops)
+        is_mixed = replicas.are_mixed
+        reason = "the devices are of several types" if is_mixed else f"cross_device_ops is {ops!r}"
+        _logger.info("Using %s: %s", staged.name, reason)
+        home = backend.logical_name(ops.device)
+        _logger.info("Reduce to %s then broadcast to %s", home, backend.names(replicas.devices))
+        return staged
     spans = replicas.spans_processes
     # With a fixed number of replicas, any number of devices runs the same program.
     on_cpu = backend.type_of(replicas.devices[0]) == "CPU"
@@ -129,16 +135,6 @@ def _reason_not_to_shard(replicas: ReplicaDevices, ops: CrossDeviceOps) -> str:
         # jax#40830
         return "the reduce-scatter of gloo, which JAX uses in a job, returns wrong values"
     return "single replica" if len(replicas) == 1 else ""
-
-
-def _staged(replicas: ReplicaDevices, ops: CrossDeviceOps) -> Executor:
-    executor = StagedExecutor(replicas, ops)
-    is_mixed = replicas.are_mixed
-    reason = "the devices are of several types" if is_mixed else f"cross_device_ops is {ops!r}"
-    _logger.info("Using %s: %s", executor.name, reason)
-    device = backend.logical_name(ops.device)
-    _logger.info("Reduce to %s then broadcast to %s", device, backend.names(replicas.devices))
-    return executor
 
 
 def default_ops(devices: tuple[jax.Device, ...]) -> CrossDeviceOps:

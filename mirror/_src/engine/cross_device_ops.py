@@ -54,25 +54,6 @@ from mirror._src.jaxprs.trace import trace_inside
 _DONATED = "its buffer was donated to an earlier `run`. Use the array that `run` returned."
 
 
-def require_array(value: ArrayLike) -> Array | np.ndarray:
-    """Returns the operand of `broadcast` as an array.
-
-    Raises:
-        ValueError: If `value` is a deleted array.
-        TypeError: If `value` is neither an array nor a number.
-    """
-    if isinstance(value, jax.Array):
-        if value.is_deleted():
-            raise ValueError(f"Cannot broadcast a deleted array, {describe(value)}: {_DONATED}")
-        return value
-    if not isinstance(value, ARRAY_LIKE) or not is_numeric(np.asarray(value).dtype):
-        raise TypeError(
-            f"broadcast expects an array or a number, got {describe(value)}. For a pytree, "
-            "broadcast each leaf with jax.tree.map."
-        )
-    return np.array(value, jnp.result_type(value))
-
-
 def require_reducible(value: PerReplica) -> PerReplica:
     """Returns the operand of `reduce` unchanged.
 
@@ -157,8 +138,7 @@ class CrossDeviceOps:
     def __new__(cls, *_: Any, **__: Any) -> Self:
         """Checks which methods are overridden."""
         on_host = cls.reduce_implementation is not CrossDeviceOps.reduce_implementation
-        on_devices = cls.reduce_stacked is not CrossDeviceOps.reduce_stacked
-        if on_host == on_devices:
+        if on_host == cls._is_compiled():
             found = "both reduce_stacked and" if on_host else "neither reduce_stacked nor"
             raise TypeError(
                 f"{cls.__name__} overrides {found} reduce_implementation. Override "
@@ -425,7 +405,16 @@ class CrossDeviceOps:
             )
         if not isinstance(value, int):
             require_fits("`value`", value)
-        array = require_array(value)
+        array: Any = value
+        if isinstance(value, jax.Array) and value.is_deleted():
+            raise ValueError(f"Cannot broadcast a deleted array, {describe(value)}: {_DONATED}")
+        if not isinstance(value, jax.Array):
+            if not isinstance(value, ARRAY_LIKE) or not is_numeric(np.asarray(value).dtype):
+                raise TypeError(
+                    f"broadcast expects an array or a number, got {describe(value)}. For a pytree, "
+                    "broadcast each leaf with jax.tree.map."
+                )
+            array = np.array(value, jnp.result_type(value))
         targets = replica_devices(devices)
         if targets.are_mixed:
             return PerReplica([move(array, device) for device in targets.devices])

@@ -104,8 +104,9 @@ class HostValues:
             moved = [] if passed is leaves else [i for i in positions if passed[i] is not leaves[i]]
             of_host = {i for i in moved if not isinstance(passed[i], jax.Array)}
             same = {i for i in moved if self._known.get(id(passed[i])) is passed[i]}
-            arrays = [i for i in positions if i not in of_host and i not in same]
-            new = [*sorted(of_host), *self._unknown(leaves, arrays)]
+            others = [i for i in positions if i not in of_host and i not in same]
+            arrays = [i for i in others if self._known.get(id(leaves[i])) is not leaves[i]]
+            new = [*sorted(of_host), *self._objects.exclude_checked(leaves, arrays)]
         if are_compared:
             for i in new:
                 self._remember(passed[i], leaves[i])
@@ -149,11 +150,6 @@ class HostValues:
                     found[id(array)] = (age, place)
                     missing.remove(id(array))
         return repr([found[id(array)] for array in arrays]) if arrays else ""
-
-    def _unknown(self, leaves: list[Any], positions: Sequence[int]) -> Sequence[int]:
-        """Returns the positions of the leaves that nothing has compared."""
-        new = [i for i in positions if self._known.get(id(leaves[i])) is not leaves[i]]
-        return new and self._objects.exclude_checked(leaves, new)
 
     def _digest(self, passed: Any, leaf: Array) -> Digest:
         is_on_host = not isinstance(passed, jax.Array)

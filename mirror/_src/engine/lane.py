@@ -26,7 +26,6 @@ class Lane:
     Attributes:
         ids: Indices of the replicas.
         replicas: Their devices.
-        is_all: Whether these are all replicas.
     """
 
     def __init__(self, ids: tuple[int, ...], every: ReplicaDevices) -> None:
@@ -34,10 +33,10 @@ class Lane:
         devices = tuple(every.devices[i] for i in ids)
         self.replicas = ReplicaDevices(devices, axis_name=every.axis_name)
         self.executor = MeshExecutor(self.replicas, collectives=False, replica_ids=ids)
-        self.is_all = len(ids) == len(every)
         with unlogged():
             self.replica_ids = self.replicas.stack(np.asarray(ids, np.int32))
         self._same_mesh = self.replicas.mesh == every.mesh
+        self._is_whole = self._same_mesh and len(ids) == len(every)
 
     def on_mesh(self) -> contextlib.AbstractContextManager[Any]:
         """Context manager for the lane's mesh, which `jax.pmap` requires in place of `run`'s."""
@@ -45,7 +44,7 @@ class Lane:
 
     def select(self, leaves: Sequence[Any], per_replica: Sequence[bool]) -> list[Any]:
         """Returns the lane's part of arrays on all devices."""
-        if self.is_all and self._same_mesh:
+        if self._is_whole:
             return list(leaves)
         return [
             self._slices(leaf) if differs else self.mirrored(leaf)
@@ -83,10 +82,6 @@ class Lane:
                 value.shape, self.replicas.mirrored, lambda _: value
             )
         return self.replicas.broadcast(value)
-
-    def scatter(self, values: Sequence[Any]) -> Any:
-        """Returns the stacked array of the lane's replicas, given all replicas' values."""
-        return self.replicas.stack(np.stack([values[i] for i in self.ids]))
 
     def slice(self, stacked: Array, place: int) -> Array:
         """Returns the slice `(1, *shape)` of the lane's replica at a position."""

@@ -157,23 +157,6 @@ def leaf_outcomes(
     return [outcome(i, slot, mark) for i, ((slot, _), mark) in pairs]
 
 
-def require_means(
-    slots: Sequence[tuple[VariableSlot, str]], dtypes: Sequence[Any], averaged: Sequence[int]
-) -> None:
-    """Rejects batch statistics that cannot store their mean.
-
-    Raises:
-        TypeError: If a batch statistic to average is an integer or a boolean.
-    """
-    for i in averaged:
-        if not jnp.issubdtype(dtypes[i], jnp.inexact):
-            raise TypeError(
-                f"{slots[i][1]} is an nnx.BatchStat that differs between replicas, but as "
-                f"{dtypes[i]} it cannot store their mean. Use a float, or reduce it in the step: "
-                'mirror.all_reduce("sum", x).'
-            )
-
-
 ALL_REDUCE = (
     "All-reduce values derived from per-replica data before they reach a variable:\n"
     '  grads = mirror.all_reduce("mean", grads)'

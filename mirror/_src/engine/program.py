@@ -71,9 +71,9 @@ class StepProgram:
         step = traced.function
         self.runs = 0
         self._name = step.name
-        self._devices = executor.replicas.devices
-        self._reduces_on = executor.reduces_on
-        check_callbacks(traced.jaxpr, len(set(self._devices)))
+        self._executor = executor
+        devices = executor.replicas.distinct
+        check_callbacks(traced.jaxpr, len(devices))
         self._guard = CallbackGuard() if calls_back(traced.jaxpr) else None
         # With host callbacks, nothing is donated: if one fails, the arguments stay as they were.
         self.donated = call.donated() if self._guard is None else []
@@ -107,7 +107,7 @@ class StepProgram:
             self.final,
             [*state, *(step.num_state + i for i in self.donated)],
             self._guard,
-            bool(notes.races) and len(set(self._devices)) > 1,
+            bool(notes.races) and len(devices) > 1,
         )
         self.compiled: CompiledProgram = executor.compile(replica_program)
         self._spans_processes = executor.replicas.spans_processes
@@ -141,8 +141,8 @@ class StepProgram:
             recent: Receives the mirrored results.
         """
         if placement_log.on:
-            collectives = _communication(self.final)
-            placement_log.step(self._name, self._devices, collectives, self._reduces_on)
+            devices, reduces_on = self._executor.replicas.devices, self._executor.reduces_on
+            placement_log.step(self._name, devices, _communication(self.final), reduces_on)
         outputs: list[Array] = []
         try:
             self.compiled([*call.state, *leaves] if call.state else leaves, outputs)

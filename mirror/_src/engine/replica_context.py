@@ -125,9 +125,7 @@ class ReplicaContext:
 
     @property
     def _num_replicas(self) -> int:
-        if not self._in_step:
-            return 1
-        return self._strategy.num_replicas_in_sync
+        return self._strategy.num_replicas_in_sync if self._in_step else 1
 
     @property
     def devices(self) -> tuple[jax.Device, ...]:

@@ -66,17 +66,6 @@ _logger = logging.getLogger("mirror")
 _MAX_ATTEMPTS = 4  # find; make; reshard; again, if another thread changed JAX's settings
 
 
-class _WithOps:
-    """A strategy with the cross-device ops of another one."""
-
-    def __init__(self, group: ReplicaGroup, ops: CrossDeviceOps) -> None:
-        self._group = group
-        self.cross_device_ops = ops
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
-
-
 class Runner:
     """Finds, makes and runs the programs of one strategy."""
 
@@ -376,16 +365,14 @@ class Runner:
 
         return self._with_variables(fn, attempt)
 
-    def traced_as(self, call: Call, types: Types, ops: CrossDeviceOps) -> TracedStep:
+    def traced_as(self, call: Call, types: Types) -> TracedStep:
         """Returns the trace of a call for other types of its inputs, for a report.
 
         Args:
             call: A call of another runner.
             types: The types of its inputs.
-            ops: The cross-device ops of the other runner, on which a step may depend.
         """
-        group = _WithOps(self._group, ops)
-        traced = functools.partial(trace_step, group, self.replicas.axis_name, call, types)
+        traced = functools.partial(trace_step, self._group, self.replicas.axis_name, call, types)
         return self._with_variables(call.fn, lambda: traced({}))
 
     def analyzed(

@@ -80,9 +80,15 @@ def _run_in_group(
         case "all_gather":
             return [_gather(params, read, group)] * n
         case "all_to_all":
-            return _transpose(params, [read(replica) for replica in group])
-        case "ppermute":
-            return _permute(params["perm"], read, group)
+            # `tiled` does not matter: JAX adds and removes the axes of the untiled form outside.
+            sent: list[Any] = [np.split(read(i), n, params["split_axis"]) for i in group]
+            joined = params["concat_axis"]
+            return [np.concatenate([parts[i] for parts in sent], joined) for i in range(n)]
+        case "ppermute":  # a replica that receives nothing gets zeros
+            source = {target: origin for origin, target in params["perm"]}
+            values = {replica: read(replica) for replica in group}
+            zeros = np.zeros_like(values[group[0]])
+            return [values[source[i]] if i in source else zeros for i in group]
         case _:  # pbroadcast
             return [read(params["source"])] * n
 
@@ -113,28 +119,6 @@ def _gather(params: dict[str, Any], read: Read, group: list[int]) -> np.ndarray:
         place = (slice(None),) * axis + (slice(i * size, (i + 1) * size),)
         whole[place] = value if params["tiled"] else np.expand_dims(value, axis)
     return whole
-
-
-def _transpose(params: dict[str, Any], values: Sequence[np.ndarray]) -> list[np.ndarray]:
-    # `tiled` does not matter: JAX adds and removes the axes of the untiled form outside the
-    # primitive.
-    split, joined, n = params["split_axis"], params["concat_axis"], len(values)
-    slices = [np.split(value, n, split) for value in values]
-    return [np.concatenate([parts[i] for parts in slices], joined) for i in range(n)]
-
-
-def _permute(perm: Any, read: Read, group: list[int]) -> list[np.ndarray]:
-    """Sends operands along a permutation. A replica that receives nothing gets zeros."""
-    source = {target: origin for origin, target in perm}
-    values = {replica: read(replica) for replica in group}
-    zeros = np.zeros_like(next(iter(values.values())))
-    return [values[source[replica]] if replica in source else zeros for replica in group]
-
-
-def _next_inputs(inputs: Sequence[Any], carried: Sequence[Any]) -> list[list[Any]]:
-    """Returns the inputs of the next iteration of a loop, whose last ones are carried."""
-    pairs = zip(inputs, carried, strict=True)
-    return [[*old[: len(old) - len(new)], *new] for old, new in pairs]
 
 
 class StagedProgram(CompiledProgram):
@@ -345,7 +329,10 @@ class _Part:
             results = run_on_host(collective, read, self._num_replicas, self._ops)
         (out,) = collective.outputs
         for lane, env in zip(self._lanes, values, strict=True):
-            env[out] = lane.broadcast(results[0]) if out.is_mirrored else lane.scatter(results)
+            if out.is_mirrored:
+                env[out] = lane.broadcast(results[0])
+            else:
+                env[out] = lane.replicas.stack(np.stack([results[i] for i in lane.ids]))
 
     def _run_loop(self, loop: Loop, values: list[dict[Value, Any]]) -> None:
         body, *tests = self._inner[loop]
@@ -359,7 +346,8 @@ class _Part:
 
         trip = 0
         while continues(trip):
-            inputs = _next_inputs(inputs, body.run(inputs, []))
+            pairs = zip(inputs, body.run(inputs, []), strict=True)
+            inputs = [[*old[: len(old) - len(new)], *new] for old, new in pairs]
             trip += 1
         for env, end in zip(values, inputs, strict=True):
             env.update(zip(loop.outputs, end[len(end) - len(loop.outputs) :], strict=True))
@@ -404,13 +392,10 @@ def _require_signature(
     Shapes of per-replica leaves are not compared: programs are already cached by them.
     """
     for leaf, aval, differs in zip(leaves, avals, per_replica, strict=True):
-        same = differs or (leaf.shape == aval.shape and _is_weak(leaf) == aval.weak_type)
+        is_weak = getattr(leaf, "weak_type", False)  # PRNG keys do not have this attribute
+        same = differs or (leaf.shape == aval.shape and is_weak == aval.weak_type)
         if not same or leaf.dtype != aval.dtype:
             raise SignatureChanged
-
-
-def _is_weak(leaf: Any) -> bool:
-    return getattr(leaf, "weak_type", False)  # PRNG keys do not have this attribute
 
 
 def _programs(communication: Loop | Branch) -> list[StagedJaxpr]:

@@ -22,7 +22,6 @@ from mirror._src.engine.per_replica import (
     per_replica,
     spans_processes,
 )
-from mirror._src.engine.reduce_op import ReduceOp, result_dtype
 
 slot: Any = vars(nnx.Variable).get("_raw_value")
 
@@ -122,27 +121,6 @@ def one_of(value: Any, choices: Any, argument: str, name: str | None) -> Any:
         known = ", ".join(map(repr, get_args(choices)))
         raise ValueError(f"`{argument}` of {label(name)} must be one of {known}, got {value!r}.")
     return choice
-
-
-def require_aggregation_keeps_dtype(
-    array: Array, aggregation: Aggregation, name: str | None
-) -> None:
-    """Checks that the aggregated value has the dtype of the variable.
-
-    Raises:
-        ValueError: If it has another dtype.
-    """
-    is_reduced = aggregation in ("mean", "sum")
-    if is_reduced and result_dtype(ReduceOp(aggregation), array.dtype) != array.dtype:
-        raise ValueError(
-            f"aggregation={aggregation!r} does not preserve the dtype of {label(name)}, "
-            f"{array.dtype}. Pass dtype='float32' for a mean, or dtype='int32' for a count."
-        )
-
-
-def are_arrays(value: PerReplica) -> bool:
-    """Whether a `PerReplica` contains arrays; flax prints trees that contain other objects."""
-    return isinstance(held_by(value), jax.Array | np.ndarray | UnstackedArrays)
 
 
 def shape_of(value: Any) -> tuple[int, ...]:

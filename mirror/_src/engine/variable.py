@@ -30,12 +30,11 @@ from mirror._src.engine.per_replica import (
     per_replica,
     spans_processes,
 )
-from mirror._src.engine.reduce_op import wrapped
+from mirror._src.engine.reduce_op import ReduceOp, result_dtype, wrapped
 from mirror._src.engine.replica_context import ReplicaContext, current_frame
 from mirror._src.engine.storage import (
     Aggregation,
     Synchronization,
-    are_arrays,
     as_array,
     dtype_of,
     first_value,
@@ -44,7 +43,6 @@ from mirror._src.engine.storage import (
     one_of,
     read_value,
     reject_tensorflow_arguments,
-    require_aggregation_keeps_dtype,
     rows_like,
     shape_of,
     shares,
@@ -136,7 +134,12 @@ class Variable(nnx.Variable[Any]):
         synchronization = one_of(synchronization, Synchronization, "synchronization", name)
         aggregation = one_of(aggregation or "none", Aggregation, "aggregation", name)
         array = initial_value(value, dtype, name)
-        require_aggregation_keeps_dtype(array, aggregation, name)
+        is_reduced = aggregation in ("mean", "sum")
+        if is_reduced and result_dtype(ReduceOp(aggregation), array.dtype) != array.dtype:
+            raise ValueError(
+                f"aggregation={aggregation!r} does not preserve the dtype of {label(name)}, "
+                f"{array.dtype}. Pass dtype='float32' for a mean, or dtype='int32' for a count."
+            )
         on_read = synchronization == "on_read"
         stored: Any = array
         if on_read and frame is not None and frame.devices is not None:
@@ -400,8 +403,9 @@ class Variable(nnx.Variable[Any]):
         if not is_per_replica(stored):
             return self
         # Reading values of other processes is a collective, which must not depend on a `print`.
-        is_readable = self.aggregation != "none" and are_arrays(stored)
-        if is_readable and not spans_processes(stored):
+        # flax also prints trees that contain other objects.
+        are_arrays = isinstance(held_by(stored), jax.Array | np.ndarray | UnstackedArrays)
+        if self.aggregation != "none" and are_arrays and not spans_processes(stored):
             with contextlib.suppress(OverflowError):
                 self.get_value()
                 return self

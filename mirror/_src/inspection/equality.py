@@ -173,7 +173,7 @@ def outputs_of(
     traced, plan = analysis.traced, analysis.plan
     step = traced.function
     inputs, types = inputs_of(call, step, n, has_own_samples=has_own_samples)
-    alone = single.traced_as(call, types, step.group.cross_device_ops)
+    alone = single.traced_as(call, types)
     finish, finish_alone = analysis.finish, average_and_merge(alone, plan)
     assert finish is not None
 

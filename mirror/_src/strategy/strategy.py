@@ -770,7 +770,9 @@ class Strategy(abc.ABC):
     @functools.cached_property
     def _single_replica(self) -> "OneDeviceStrategy":
         axis_name = self._replicas.axis_name
-        return OneDeviceStrategy(self.local_devices[0], axis_name=axis_name)
+        single = OneDeviceStrategy(self.local_devices[0], axis_name=axis_name)
+        single._cross_device_ops = self._cross_device_ops  # on which a step may depend
+        return single
 
     def _single_runner(self) -> Runner:
         """The runner of one replica on the first device, for comparison."""

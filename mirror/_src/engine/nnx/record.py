@@ -114,7 +114,8 @@ class Record:
         if leaves is not self.last:
             return False
         if self._own:
-            leaves = list(itertools.chain.from_iterable(map(_arrays, leaves)))
+            held = (x.arrays if isinstance(x, UnstackedArrays) else (x,) for x in leaves)
+            leaves = list(itertools.chain.from_iterable(held))
         return not any_deleted(leaves)
 
     def write(
@@ -145,10 +146,6 @@ class Record:
             else:
                 put(holder, slot.path[-1], value)
         self._seen = self._attributes()
-
-
-def _arrays(leaf: Any) -> Sequence[Any]:
-    return leaf.arrays if isinstance(leaf, UnstackedArrays) else (leaf,)
 
 
 _MAX_RECORDS = 32
