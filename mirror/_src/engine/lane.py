@@ -83,6 +83,10 @@ class Lane:
             )
         return self.replicas.broadcast(value)
 
+    def slices_of(self, stacked: Array) -> dict[int, Array]:
+        """Returns the slice `(1, *shape)` of each of the lane's replicas."""
+        return {replica: self.slice(stacked, place) for place, replica in enumerate(self.ids)}
+
     def slice(self, stacked: Array, place: int) -> Array:
         """Returns the slice `(1, *shape)` of the lane's replica at a position."""
         return stacked.addressable_data(place)  # in the order of the mesh

@@ -306,8 +306,7 @@ class _Part:
         for lane, env in zip(self._lanes, values, strict=True):
             # Pop the operand: only the collective reads it, and a stacked array would keep the
             # slices alive that the host has already read.
-            operand = env.pop(collective.operand)
-            slices.update((i, lane.slice(operand, place)) for place, i in enumerate(lane.ids))
+            slices.update(lane.slices_of(env.pop(collective.operand)))
 
         def read(replica: int) -> np.ndarray:
             try:
