@@ -331,7 +331,13 @@ class ArgumentPlacer:
             if any_deleted([array for array in stacked.arrays if isinstance(array, jax.Array)]):
                 raise ValueError(_deleted_message(call, i))
             if not stacked.are_equal:
-                raise ValueError(_unequal_message(call, i, stacked))
+                shapes = ", ".join(map(str, stacked.shapes))
+                raise ValueError(
+                    f"{call.leaf_names[i]} is a PerReplica whose values have the shapes {shapes}, "
+                    "but all replicas run one program, which requires the same shape. Pad the "
+                    "values, and exclude the padding by a mask: "
+                    "strategy.distribute_dataset(data, remainder='pad')."
+                )
             if self._replicas.are_mixed:
                 return UnstackedArrays(list(map(move, stacked.arrays, self._replicas.devices)))
             stacked = np.stack([np.asarray(array) for array in stacked.arrays])
@@ -364,16 +370,6 @@ def require_canonical(call: Call, leaves: Sequence[Any]) -> None:
                 f"with x.astype('{jax.dtypes.canonicalize_dtype(dtype)}'), or enable them: "
                 f"{ENABLE_64_BITS}."
             )
-
-
-def _unequal_message(call: Call, i: int, unequal: UnstackedArrays) -> str:
-    name = call.leaf_names[i]
-    shapes = ", ".join(map(str, unequal.shapes))
-    return (
-        f"{name} is a PerReplica whose values have the shapes {shapes}, but all replicas run one "
-        "program, which requires the same shape. Pad the values, and exclude the padding by a "
-        "mask: strategy.distribute_dataset(data, remainder='pad')."
-    )
 
 
 def _deleted_message(call: Call, i: int) -> str:

@@ -464,11 +464,6 @@ class Call(NamedTuple):
         )
 
     @property
-    def trace_key(self) -> tuple[Any, ...]:
-        """The key of this call's trace, which does not depend on what is donated."""
-        return self.key[:-1]
-
-    @property
     def object_names(self) -> list[str]:
         """The user's names for the nnx objects."""
         return object_names(self.fn, self.tree, self.objects, self.captured)

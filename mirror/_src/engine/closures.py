@@ -273,14 +273,6 @@ def _copy_if_mutable(value: Any) -> Any:
     return value.copy() if is_mutable else value
 
 
-def is_time_to_look(runs: int) -> bool:
-    """Whether to look for stale arrays before a call: at 1, 2, 4, 8, ... completed runs.
-
-    A look takes longer than a call of a small step, so that not every call can have one.
-    """
-    return runs > 0 and runs & (runs - 1) == 0
-
-
 def stale_array(
     fn: Callable[..., Any],
     objects: Sequence[Any],

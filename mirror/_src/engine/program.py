@@ -110,8 +110,7 @@ class StepProgram:
             bool(notes.races) and len(devices) > 1,
         )
         self.compiled: CompiledProgram = executor.compile(replica_program)
-        self._spans_processes = executor.replicas.spans_processes
-        self.to_agree_on = replica_program if self._spans_processes else None
+        self.to_agree_on = replica_program if executor.replicas.spans_processes else None
         self.identity = self.origins = ""
         self.label = f"{step.name} ({replica_program.line})" if replica_program.line else step.name
         self.input_names: list[str] = []
@@ -129,7 +128,7 @@ class StepProgram:
         A program of several processes is compiled when it first runs: they agree on it before, and
         the compilation may wait for the other processes.
         """
-        if not self._spans_processes:
+        if not self._executor.replicas.spans_processes:
             self.compiled.compile()
 
     def __call__(self, call: Call, leaves: list[Any], recent: RecentArrays) -> Any:
@@ -173,7 +172,7 @@ class StepProgram:
             for output in outputs:
                 wait_for(output.arrays if isinstance(output, UnstackedArrays) else output)
             jax.effects_barrier()
-            if self._spans_processes:
+            if self._executor.replicas.spans_processes:
                 require_no_failure(self._name, self._guard.first)
         finally:
             self._guard.raise_first()

@@ -272,7 +272,7 @@ def trace_step(
         VariablesFound: If the step uses variables that are not known yet.
     """
     context = context_token()
-    key = (call.trace_key, types, context)
+    key = (call.key[:-1], types, context)  # a trace does not depend on what is donated
     if (traced := known.get(key)) is not None:
         return traced
     require_no_constants(call.fn, call.tree, call.layout, call.leaves)

@@ -36,7 +36,7 @@ from mirror._src.engine.arguments import (
     require_static,
 )
 from mirror._src.engine.choice import choose, fitting
-from mirror._src.engine.closures import is_time_to_look, stale_array
+from mirror._src.engine.closures import stale_array
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
 from mirror._src.engine.executor import Executor, SignatureChanged
 from mirror._src.engine.host_values import HostValues
@@ -169,8 +169,9 @@ class Runner:
                         call, leaves = self._placer.reshard(program, call, leaves)
                     if self._host_values is not None:
                         self._agree(call, program, passed, leaves, prepared)
-                    captured = program.captured_arrays
-                    if captured and is_time_to_look(program.runs):
+                    captured, runs = program.captured_arrays, program.runs
+                    # At 1, 2, 4, 8, ... runs: a look takes longer than a call of a small step.
+                    if captured and runs and not runs & (runs - 1):
                         text = stale_array(fn, call.objects, captured, call.captured)
                         step.warn("stale", text)
                     try:

@@ -265,22 +265,19 @@ class _Part:
                 self._lanes, programs, values, results, strict=True
             ):
                 leaves = [env[value] for value in stage.inputs]
-                if number:  # `run` has checked the inputs of the first stage
-                    self._require_alive(leaves, number)
+                # `run` has checked the inputs of the first stage.
+                if number and any_deleted(leaves):
+                    raise RuntimeError(
+                        f"{self._program.name}: an array that stage {number + 1} of "
+                        f"{len(self._stages)} needs was deleted while the step was running. Do not "
+                        "donate or delete a step's arguments before the step has finished: check "
+                        "host callbacks and reduce_implementation."
+                    )
                 with lane.on_mesh():
                     program(leaves, outputs)
             if not is_last:
                 self._communicate(stage, values, results)
         return results
-
-    def _require_alive(self, leaves: list[Any], number: int) -> None:
-        if any_deleted(leaves):
-            raise RuntimeError(
-                f"{self._program.name}: an array that stage {number + 1} of {len(self._stages)} "
-                "needs was deleted while the step was running. Do not donate or delete a step's "
-                "arguments before the step has finished: check host callbacks and "
-                "reduce_implementation."
-            )
 
     def _communicate(
         self, stage: Stage, values: list[dict[Value, Any]], results: list[list[Any]]

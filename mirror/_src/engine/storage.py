@@ -90,26 +90,6 @@ def as_array(name: str, value: Any, dtype: Any = None) -> Array:
     return jnp.asarray(value if isinstance(value, int) else host_copy(array), dtype)
 
 
-_TENSORFLOW_ARGUMENTS = {
-    *("shape", "validate_shape", "caching_device", "variable_def", "import_scope", "constraint"),
-    "experimental_enable_variable_lifting",
-}
-
-
-def reject_tensorflow_arguments(metadata: dict[str, Any]) -> None:
-    """Rejects the arguments that only `tf.Variable` has.
-
-    Raises:
-        TypeError: If `metadata` contains one.
-    """
-    for name in metadata:
-        if name in _TENSORFLOW_ARGUMENTS:
-            raise TypeError(
-                f"Variable({name}=...) exists in TensorFlow only. Omit it; a variable keeps the "
-                "shape and dtype that it is created with."
-            )
-
-
 def one_of(value: Any, choices: Any, argument: str, name: str | None) -> Any:
     """Returns the value in lower case.
 

@@ -42,7 +42,6 @@ from mirror._src.engine.storage import (
     label,
     one_of,
     read_value,
-    reject_tensorflow_arguments,
     rows_like,
     shape_of,
     shares,
@@ -52,6 +51,10 @@ from mirror._src.engine.storage import (
 
 _ON_HOST, _ACROSS_PROCESSES = ReductionToOneDevice(), AllReduce()
 _MISSING: Any = object()
+_TENSORFLOW_ARGUMENTS = {
+    *("shape", "validate_shape", "caching_device", "variable_def", "import_scope", "constraint"),
+    "experimental_enable_variable_lifting",
+}
 
 
 def _comparison(compare: Callable[[Any, Any], Any]) -> Any:
@@ -123,7 +126,11 @@ class Variable(nnx.Variable[Any]):
         **metadata: Any,
     ) -> None:
         Variable.in_use = True
-        reject_tensorflow_arguments(metadata)
+        for argument in metadata.keys() & _TENSORFLOW_ARGUMENTS:
+            raise TypeError(
+                f"Variable({argument}=...) exists in TensorFlow only. Omit it; a variable keeps "
+                "the shape and dtype that it is created with."
+            )
         frame = current_frame()
         if frame is not None and frame.replica is not None:
             raise RuntimeError(

@@ -29,7 +29,6 @@ from mirror._src.base.keras_library import is_model
 from mirror._src.base.naming import is_our_module, keys
 from mirror._src.base.public_names import set_module
 from mirror._src.base.supported import warn_about_jax
-from mirror._src.base.terminal import Table
 from mirror._src.base.tracebacks import api_boundary, hide_internal_frames
 from mirror._src.base.types import REPLICA_AXIS, A, Array, K, PyTree, Shard, StepFunction, Unknown
 from mirror._src.base.unknown_names import unknown_attribute
@@ -769,8 +768,7 @@ class Strategy(abc.ABC):
 
     @functools.cached_property
     def _single_replica(self) -> "OneDeviceStrategy":
-        axis_name = self._replicas.axis_name
-        single = OneDeviceStrategy(self.local_devices[0], axis_name=axis_name)
+        single = OneDeviceStrategy(self.local_devices[0], axis_name=self._replicas.axis_name)
         single._cross_device_ops = self._cross_device_ops  # on which a step may depend
         return single
 
@@ -854,14 +852,10 @@ class Strategy(abc.ABC):
 
     def __repr__(self) -> str:
         count = counted(self.num_replicas_in_sync, "replica")
-        return f"{type(self).__name__}, {count} in sync\n{self._table}"
+        return f"{type(self).__name__}, {count} in sync\n{device_table(self.devices)}"
 
     def _repr_html_(self) -> str:
-        return f"<b>{type(self).__name__}</b>{self._table._repr_html_()}"
-
-    @property
-    def _table(self) -> Table:
-        return device_table(self.devices)
+        return f"<b>{type(self).__name__}</b>{device_table(self.devices)._repr_html_()}"
 
 
 @set_module("mirror")

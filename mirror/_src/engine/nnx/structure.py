@@ -156,7 +156,13 @@ class Structure:
         ]
         self.treedef: Any = jax.tree.structure(values)
         for slot, (_, holder), value in zip(self.slots, flat, values, strict=True):
-            _require_supported(slot, holder)
+            options = holder.get_metadata() if isinstance(holder, nnx.Variable) else {}
+            if options.get("ref") or options.get("hijax"):
+                raise TypeError(
+                    f"{slot.local_name} of a model is a Variable with ref=True or hijax=True, "
+                    "whose value is stored in a mutable reference. Create it without these "
+                    "options: `run` already updates variables in place."
+                )
             require_arrays(slot, value)
         # The leaves of the state are in the order of the slots: both are sorted by path.
         # A replica has one array in place of a `PerReplica`.
@@ -274,17 +280,6 @@ def require_arrays(slot: VariableSlot, value: Any) -> None:
                 f"{slot.local_name} of a model holds {describe(leaf)}, which cannot be mirrored. "
                 f"{fix}"
             )
-
-
-def _require_supported(slot: VariableSlot, holder: Any) -> None:
-    if isinstance(holder, nnx.Variable) and (
-        holder.get_metadata("ref", False) or holder.get_metadata("hijax", False)
-    ):
-        raise TypeError(
-            f"{slot.local_name} of a model is a Variable with ref=True or hijax=True, whose value "
-            "is stored in a mutable reference. Create it without these options: `run` already "
-            "updates variables in place."
-        )
 
 
 _DYNAMIC = (nnx.Pytree, nnx.Variable, jax.Array, np.ndarray, dict, list, tuple)
