@@ -79,7 +79,7 @@ def test_imports_have_no_cycles():
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
     "base": Size(1114, 14, 14),
-    "devices": Size(2046, 16, 26),
+    "devices": Size(2031, 16, 26),
     "cluster": Size(1173, 7, 20),
     "jaxprs": Size(3296, 16, 30),
     "passes": Size(2743, 16, 33),
@@ -87,7 +87,7 @@ BUDGETS = {
     "inspection": Size(2075, 9, 22),
     "data": Size(1402, 10, 25),
     "keras": Size(499, 5, 5),
-    "strategy": Size(960, 6, 10),
+    "strategy": Size(956, 6, 10),
     "training": Size(5778, 32, 64),
     "ps": Size(3603, 20, 67),
     "tools": Size(2983, 24, 30),
