@@ -207,7 +207,7 @@ class Variable(nnx.Variable[Any]):
         return self
 
     def _converted(self, value: Any) -> Any:
-        """Returns a value in the shape and dtype of the self.
+        """Returns a value in the shape and dtype of this variable.
 
         Raises:
             ValueError, TypeError, ReplicaDivergenceError: If it cannot be converted; see
