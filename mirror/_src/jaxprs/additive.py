@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mirror._src.jaxprs.collective_eqns import is_stateful
 from mirror._src.jaxprs.equations import Interpreter, is_ref, with_inner
-from mirror._src.jaxprs.primitives import PASSING, dtype_of, shape_of
+from mirror._src.jaxprs.primitives import dtype_of, shape_of
 
 
 class Dependence(enum.Enum):
@@ -94,8 +94,6 @@ class _Pass(Interpreter[_Marks]):
         if any(is_stateful(e) or any(map(is_ref, (*e.invars, *e.outvars))) for e in eqns):
             self.stored |= self.control.union(*operands)
             return [_other({*self.stored}.union(*operands))] * len(eqn.outvars)
-        if eqn.primitive.name in PASSING and len(operands) == len(eqn.outvars):
-            return operands
         return [_computed(eqn, operands)] * len(eqn.outvars)
 
     def chosen(self, predicate: _Marks, cases: Sequence[_Marks]) -> _Marks:

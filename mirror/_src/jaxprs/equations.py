@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from mirror._src.base.tracebacks import is_users, place
-from mirror._src.jaxprs.primitives import CALL, SIMPLE, Kind, of_kind
+from mirror._src.jaxprs.primitives import CALL, PASSING, SIMPLE, Kind, of_kind
 
 NO_LINE = "an unknown line"
 
@@ -55,6 +55,7 @@ T = TypeVar("T")
 _listed: WeakKeyDictionary[Jaxpr, Sequence[JaxprEqn]] = WeakKeyDictionary()
 _PLAIN = {int, str, bool, float, type(None)}  # types of parameters that hold no program
 _EVALUATED = of_kind(Kind.CALL | Kind.CONTROL)
+_CONTROL = {"scan": "scan", "while": "while_loop", "cond": "cond"}
 
 
 def inner_programs(params: Iterable[Any]) -> list[ClosedJaxpr | Jaxpr]:
@@ -196,9 +197,11 @@ class Interpreter(abc.ABC, Generic[T]):
 
     Attributes:
         within: The operations whose inner program is evaluated, outermost first.
+        passing: Names of operations whose results have the facts of the operands.
     """
 
     within: list[JaxprEqn] = field(default_factory=list, init=False)
+    passing = PASSING
 
     @abc.abstractmethod
     def constant(self, value: Any) -> T:
@@ -233,19 +236,17 @@ class Interpreter(abc.ABC, Generic[T]):
 
     def equation(self, eqn: JaxprEqn, operands: list[T]) -> Sequence[T]:
         """Returns the facts about the results of an operation."""
-        if eqn.primitive.name not in _EVALUATED:
+        name = eqn.primitive.name
+        if name in self.passing and len(operands) == len(eqn.outvars):
+            return operands
+        if name not in _EVALUATED:
             return self.leaf(eqn, operands)
         self.within.append(eqn)
         try:
-            match eqn.primitive.name:
-                case "scan":
-                    return self.scan(eqn, operands)
-                case "while":
-                    return self.while_loop(eqn, operands)
-                case "cond":
-                    return self.cond(eqn, operands)
-                case "custom_linear_solve":
-                    return self.call(*solve_of(eqn, operands))
+            if name in _CONTROL:
+                return getattr(self, _CONTROL[name])(eqn, operands)  # type: ignore[no-any-return]
+            if name == "custom_linear_solve":
+                return self.call(*solve_of(eqn, operands))
             if (inner := called(eqn)) is not None:
                 return self.call(inner, operands)
         finally:

@@ -91,8 +91,6 @@ class _NoisePass(StraightInterpreter[_Facts]):
         return _Facts()
 
     def leaf(self, eqn: JaxprEqn, operands: list[_Facts]) -> list[_Facts]:
-        if eqn.primitive.name in PASSING:
-            return operands
         return [self._result(eqn, operands)] * len(eqn.outvars)
 
     def _result(self, eqn: JaxprEqn, operands: list[_Facts]) -> _Facts:
@@ -234,13 +232,12 @@ class _Pass(StraightInterpreter[_Value]):
     """
 
     values: list[_Value] = field(default_factory=list)
+    passing = frozenset({ensured_p.name})  # which computes nothing
 
     def constant(self, _: Any) -> _Value:
         return _Value()
 
     def leaf(self, eqn: JaxprEqn, operands: list[_Value]) -> list[_Value]:
-        if eqn.primitive is ensured_p:  # computes nothing
-            return operands
         num = len(eqn.outvars)  # one without results may have effects
         results = [_Value(eqn, operands, tuple(self.within)) for _ in range(num or 1)]
         self.values += results

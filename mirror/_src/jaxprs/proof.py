@@ -46,7 +46,6 @@ from mirror._src.jaxprs.primitives import (
     CALLBACK,
     ELEMENTWISE,
     JOINING,
-    PASSING,
     RACING,
     REF_READ,
     SAMPLER,
@@ -205,8 +204,6 @@ class Proof(Interpreter[Mark]):
 
     def leaf(self, eqn: JaxprEqn, operands: list[Mark]) -> Sequence[Mark]:
         name = eqn.primitive.name
-        if name in PASSING:
-            return operands
         if name == "call_hi_primitive":
             if id(eqn) not in self.expanded:
                 self.expanded[id(eqn)] = _expanded(eqn, self.num_replicas, self.axis_name)

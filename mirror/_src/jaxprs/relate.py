@@ -31,7 +31,7 @@ from mirror._src.jaxprs.equations import (
     jaxpr_of,
 )
 from mirror._src.jaxprs.primitives import CALLBACK, ELEMENTWISE, REDUCTION, SHAPING, shape_of
-from mirror._src.jaxprs.relation_rules import result
+from mirror._src.jaxprs.relation_rules import results
 from mirror._src.jaxprs.relations import (
     ALONG_AXIS,
     SAME,
@@ -46,6 +46,7 @@ from mirror._src.jaxprs.relations import (
     common,
     is_within_shapes,
     of_constants,
+    of_pieces,
     other,
     outermost,
     pieces_of,
@@ -190,7 +191,7 @@ class Pass(Interpreter[Relation]):
         atoms = () if pair.name in _SIMPLE else (*eqn.invars, *eqn.outvars)
         if is_stateful(eqn) or any(map(is_ref, atoms)) or pair.name in CALLBACK:
             return [pair.other(Why.UNKNOWN)] * len(eqn.outvars)
-        return result(pair, operands)
+        return of_pieces(pair, operands, results)
 
     def chosen(self, predicate: Relation, cases: Sequence[Relation]) -> Relation:
         found = common(cases, self.num_replicas) or alike(cases)

@@ -13,13 +13,11 @@ from mirror._src.jaxprs import relation_shapes
 from mirror._src.jaxprs.collective_eqns import (
     ALL_REDUCES,
     axes_of,
-    contains_collective,
-    contains_replica_source,
     is_collective,
     is_replica_source,
     spans_whole_axis,
 )
-from mirror._src.jaxprs.equations import inner_programs, jaxpr_of
+from mirror._src.jaxprs.equations import with_inner
 from mirror._src.jaxprs.primitives import (
     ADDITION,
     CASTING,
@@ -55,7 +53,6 @@ from mirror._src.jaxprs.relations import (
     guarded,
     kind_of,
     of_each_row,
-    of_pieces,
     part,
     rows,
     worst,
@@ -328,14 +325,7 @@ def _product(pair: Pair, xs: list[Relation], found: Sequence[tuple[str, int]]) -
     return _bilinear(pair, xs, rows_of)
 
 
-def result(pair: Pair, operands: list[Relation]) -> list[Relation]:
-    """Returns the relations of the results of an operation."""
-    if pair.name in PASSING and len(pair.eqn.outvars) == len(operands):
-        return operands
-    return of_pieces(pair, operands, _result)
-
-
-def _result(pair: Pair, operands: list[Relation]) -> list[Relation]:
+def results(pair: Pair, operands: list[Relation]) -> list[Relation]:
     """Returns the relations of the results, of operands that relate in each round of a loop."""
     name, count = pair.name, len(pair.eqn.outvars)
     if pair.has_own_samples and (name in SAMPLER or name in KEY):
@@ -345,10 +335,8 @@ def _result(pair: Pair, operands: list[Relation]) -> list[Relation]:
             return [_collective(pair, x) or pair.other(Why.UNKNOWN) for x in operands]
         if name == "axis_index":
             return [Relation(Kind.NUMBER)]
-        if is_replica_source(pair.eqn) or name not in PRIMITIVES or name == "call_hi_primitive":
-            return [pair.other(Why.UNKNOWN)] * count
-        inner = list(map(jaxpr_of, inner_programs(pair.eqn.params.values())))
-        if any(contains_collective(each) or contains_replica_source(each) for each in inner):
+        is_known = name in PRIMITIVES and name != "call_hi_primitive"
+        if not is_known or any(map(is_replica_source, with_inner(pair.eqn))):
             return [pair.other(Why.UNKNOWN)] * count
     if name == "select_n" and operands[0].kind is Kind.ZERO:
         return operands[1:2]

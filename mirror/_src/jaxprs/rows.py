@@ -23,7 +23,7 @@ from mirror._src.jaxprs.equations import (
     is_within_file,
     line_within,
 )
-from mirror._src.jaxprs.primitives import PASSING, dtype_of
+from mirror._src.jaxprs.primitives import dtype_of
 from mirror._src.jaxprs.row_facts import (
     ANY_COLUMN,
     NO_FILLS,
@@ -84,8 +84,6 @@ class _Pass(Interpreter[Rows]):
 
     def leaf(self, eqn: JaxprEqn, operands: list[Rows]) -> Sequence[Rows]:
         name, count = eqn.primitive.name, len(eqn.outvars)
-        if name in PASSING and count == len(operands):
-            return operands
         if name == "iota":
             axis = eqn.params["dimension"]
             along = RowAxis(axis, eqn.params["shape"][axis])
@@ -125,8 +123,7 @@ class _Pass(Interpreter[Rows]):
             if call.primitive.name == "jit" and hasattr(jax.numpy, call.params["name"].lstrip("_")):
                 eqn, within = call, within[:i]
                 break
-        is_collective_ = is_collective(eqn)
-        in_layer = not is_collective_ and is_within_file(eqn, _NORMALIZATION)
+        in_layer = not is_collective(eqn) and is_within_file(eqn, _NORMALIZATION)
         return Place(line_within(eqn, within), is_statistics=in_layer)
 
     def collective(self, eqn: JaxprEqn, operand: Rows, line: Place) -> Rows:
