@@ -244,7 +244,7 @@ class Interpreter(abc.ABC, Generic[T]):
         self.within.append(eqn)
         try:
             if name in _CONTROL:
-                return getattr(self, _CONTROL[name])(eqn, operands)  # type: ignore[no-any-return]
+                return getattr(self, _CONTROL[name])(eqn, operands)
             if name == "custom_linear_solve":
                 return self.call(*solve_of(eqn, operands))
             if (inner := called(eqn)) is not None:

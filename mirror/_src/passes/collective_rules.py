@@ -83,6 +83,17 @@ def sum_of_parts(add_up: Callable[[Array], Array], value: Array) -> Array:
     return jax.lax.complex(total[..., 0], total[..., 1])
 
 
+def reduced_by(reduction: Reduction | None, primitive: str, rows: Array, collective: str) -> Array:
+    """Returns the reduction of stacked operands, by the user's reduction if there is one."""
+    if reduction is None:
+        return reduce_locally(primitive, rows, (0,))
+    if rows.dtype == jnp.bool_:
+        bits = rows.astype(jnp.uint8)
+        return reduced_by(reduction, primitive, bits, collective).astype(jnp.bool_)
+    result = reduction(primitive, rows, collective)
+    return result if primitive == "psum" else positive_zero(result)
+
+
 def _find_complex_sum(eqn: JaxprEqn) -> Rule | None:
     """Returns the rule for a sum of complex numbers."""
     avals: list[Any] = [atom.aval for atom in eqn.invars]
@@ -102,18 +113,14 @@ class Formulas:
 
     Args:
         num_replicas: Number of replicas.
+        replica_id: Returns the index of the replica.
+        gather: Returns all replicas' values as `(num_replicas, *shape)`, in replica order.
     """
 
-    def __init__(self, num_replicas: int) -> None:
-        self._num_replicas = num_replicas
-
-    def _replica_id(self) -> Array:
-        """Returns the index of the replica."""
-        raise NotImplementedError
-
-    def _gather(self, value: Array) -> Array:
-        """Returns all replicas' values as `(num_replicas, *shape)`, in replica order."""
-        raise NotImplementedError
+    def __init__(
+        self, num_replicas: int, replica_id: Callable[[], Array], gather: Callable[[Array], Array]
+    ) -> None:
+        self._num_replicas, self._replica_id, self._gather = num_replicas, replica_id, gather
 
     @property
     def moves(self) -> dict[str, Callable[[dict[str, Any], Array], Array]]:
@@ -218,7 +225,7 @@ class CollectiveRules(Formulas):
         over_gloo: bool = False,
         reduction: Reduction | None = None,
     ) -> None:
-        super().__init__(num_replicas)
+        super().__init__(num_replicas, self._index, self._gathered)
         self._axis = axis
         self._over_gloo = over_gloo
         self._reduction = reduction
@@ -268,13 +275,12 @@ class CollectiveRules(Formulas):
                 f"{axes_of(eqn)}"
             )
 
-    def _replica_id(self) -> Array:
+    def _index(self) -> Array:
         return jnp.zeros((), jnp.int32) if self._axis is None else jax.lax.axis_index(self._axis)
 
-    def _gather(self, value: Array) -> Array:
-        """Returns all replicas' values as `(num_replicas, *shape)`, in replica order."""
+    def _gathered(self, value: Array) -> Array:
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            bits = self._gather(jax.random.key_data(value))
+            bits = self._gathered(jax.random.key_data(value))
             return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
         values = value[None]
         if self._axis is None:
@@ -282,14 +288,8 @@ class CollectiveRules(Formulas):
         return jax.lax.all_gather(values, self._axis, tiled=True)
 
     def _reduced(self, eqn: JaxprEqn, primitive: str, rows: Array) -> Array:
-        """Returns the reduction of the rows of stacked operands."""
-        if self._reduction is None:
-            return reduce_locally(primitive, rows, (0,))
-        if rows.dtype == jnp.bool_:
-            return self._reduced(eqn, primitive, rows.astype(jnp.uint8)).astype(jnp.bool_)
         collective = f"{kind_of(eqn.primitive.name)} at {user_line(eqn)}"
-        result = self._reduction(primitive, rows, collective)
-        return result if primitive == "psum" else positive_zero(result)
+        return reduced_by(self._reduction, primitive, rows, collective)
 
     def _all_reduce(self, eqn: JaxprEqn, primitive: str, value: Array) -> Array:
         if self._reduction is not None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from mirror._src.jaxprs.equations import Scan
 from mirror._src.jaxprs.primitives import CONTROL, ELEMENTWISE, GENERAL, SHAPING
+from mirror._src.passes.pack import in_order
 from mirror._src.passes.program import (
     Atom,
     Operation,
@@ -139,27 +140,9 @@ def _summed_early(program: Program) -> list[Operation]:
         is_light = operation.kind == "equation" and operation.name in ELEMENTWISE | SHAPING
         if operation.kind == "scatter" or (leads and is_light and not operation.has_effects):
             early.add(operation)
-    missing = {}
-    waiting = defaultdict[Operation, list[Operation]](list)
-    for operation in early:
-        before = {makers[value] for value in values_of(operation.inputs) if value in makers}
-        missing[operation] = len(before)
-        for maker in before:
-            waiting[maker].append(operation)
-    position = {operation: i for i, operation in enumerate(operations)}
-    ordered: list[Operation] = []
-
-    def emit(operation: Operation) -> None:
-        ordered.append(operation)
-        for later in sorted(waiting[operation], key=position.__getitem__):
-            missing[later] -= 1
-            if not missing[later]:
-                emit(later)
-
-    for operation in operations:
-        if operation not in early or not any(v in makers for v in values_of(operation.inputs)):
-            emit(operation)
-    return ordered
+    waits = {op for op in early if not makers.keys().isdisjoint(op.inputs)}
+    first = sorted(operations, key=lambda operation: operation not in waits)
+    return [operation for (operation,) in in_order(first, [None] * len(first))]
 
 
 def num_gathers(program: Program) -> Counter[Atom]:

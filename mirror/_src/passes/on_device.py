@@ -25,8 +25,14 @@ from jax.extend.core import JaxprEqn
 
 from mirror._src.base.types import Array
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, positive_zero, reduce_locally
-from mirror._src.passes.collective_rules import Formulas, Reduction, reduce_extreme, sum_of_parts
+from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, reduce_locally
+from mirror._src.passes.collective_rules import (
+    Formulas,
+    Reduction,
+    reduce_extreme,
+    reduced_by,
+    sum_of_parts,
+)
 from mirror._src.passes.evaluate import Rule, Rules, at_line_of, bind
 from mirror._src.passes.lower import lowered
 from mirror._src.passes.program import Atom, Constant, Value, values_of
@@ -75,33 +81,24 @@ class Values:
         return self.once[atom]
 
 
-class _Row(Formulas):
-    """Collectives of one replica, given the values of all."""
-
-    def __init__(self, values: Array, replica: Any) -> None:
-        super().__init__(values.shape[0])
-        self._values, self._replica = values, replica
-
-    def _replica_id(self) -> Array:
-        return self._replica
-
-    def _gather(self, value: Array) -> Array:
-        del value
-        return self._values
-
-
 class OnDevice(abc.ABC):
     """Evaluates staged programs on one device, inside `jax.shard_map` if there are several.
 
     Args:
         replicas: Devices of the replicas.
         arrays: Replacements for the constant arrays of the program, by their `id`.
+        reduction: Reduces the replicas' operands in place of XLA, unless it is None.
     """
 
-    def __init__(self, replicas: ReplicaDevices, arrays: Mapping[int, Any]) -> None:
+    def __init__(
+        self,
+        replicas: ReplicaDevices,
+        arrays: Mapping[int, Any],
+        reduction: Reduction | None = None,
+    ) -> None:
         self._per_device = replicas.replicas_per_device
         self._axis, self._num_devices = replicas.axis_name, len(replicas.distinct)
-        self._arrays = arrays
+        self._arrays, self._reduction = arrays, reduction
         first = jax.lax.axis_index(self._axis) * self._per_device if self._num_devices > 1 else 0
         self._first = jnp.asarray(first, jnp.int32)
 
@@ -130,8 +127,7 @@ class OnDevice(abc.ABC):
 
     def reduced(self, step: Collective, rows: Array, primitive: str = "psum") -> Array:
         """Returns the reduction of the operands of several replicas."""
-        del step
-        return reduce_locally(primitive, rows, (0,))
+        return reduced_by(self._reduction, primitive, rows, step.description)
 
     def run(self, staged: StagedJaxpr, inputs: Sequence[Any]) -> list[Any]:
         """Returns the outputs; of per-replica ones, a row for each replica of the device."""
@@ -215,6 +211,8 @@ class OnDevice(abc.ABC):
 
     def extreme(self, step: Collective, rows: Array) -> Array:
         """Returns the maximum or minimum over all replicas."""
+        if self._reduction is not None:
+            return self.reduced(step, self.gather(rows), step.primitive)
         if rows.dtype == jnp.bool_:
             return self.extreme(step, rows.astype(jnp.uint8)).astype(jnp.bool_)
         extreme = reduce_locally(step.primitive, rows, (0,))
@@ -226,7 +224,8 @@ class OnDevice(abc.ABC):
         self, step: Collective, everyone: Array, mine: Array, replica: Any, total: Any
     ) -> Array:
         """Returns the result of a collective on one replica, given the operands of all replicas."""
-        row, params, name = _Row(everyone, replica), step.params, step.primitive
+        row = Formulas(everyone.shape[0], lambda: replica, lambda _: everyone)
+        params, name = step.params, step.primitive
         if name in row.moves:
             return row.moves[name](params, mine)
         if name == "reduce_scatter":
@@ -400,19 +399,7 @@ _POOLING: Rules = dict.fromkeys(
 
 
 class Vectorized(OnDevice):
-    """Computes the replicas of a device together.
-
-    Args:
-        replicas: Devices of the replicas.
-        arrays: As for `OnDevice`.
-        reduction: Reduces the replicas' operands in place of XLA, unless it is None.
-    """
-
-    def __init__(
-        self, replicas: ReplicaDevices, arrays: Mapping[int, Any], reduction: Reduction | None
-    ) -> None:
-        super().__init__(replicas, arrays)
-        self._reduction = reduction
+    """Computes the replicas of a device together."""
 
     def each(self, one: OfReplica, rows: Mapping[Value, Any], kept: Sequence[Any]) -> list[Any]:
         """See `OnDevice.each`."""
@@ -464,21 +451,6 @@ class Vectorized(OnDevice):
             return sum_of_parts(lambda x: jax.lax.psum(x, self._axis), total)
         barrier = jax.lax.optimization_barrier  # as in `evaluate`, around a pack
         return barrier(jax.lax.psum(barrier(total), self._axis))
-
-    def reduced(self, step: Collective, rows: Array, primitive: str = "psum") -> Array:
-        """See `OnDevice.reduced`."""
-        if self._reduction is None:
-            return super().reduced(step, rows, primitive)
-        if rows.dtype == jnp.bool_:
-            return self.reduced(step, rows.astype(jnp.uint8), primitive).astype(jnp.bool_)
-        result = self._reduction(primitive, rows, step.description)
-        return result if primitive == "psum" else positive_zero(result)
-
-    def extreme(self, step: Collective, rows: Array) -> Array:
-        """See `OnDevice.extreme`."""
-        if self._reduction is None:
-            return super().extreme(step, rows)
-        return self.reduced(step, self.gather(rows), step.primitive)
 
 
 def _dot_general(eqn: JaxprEqn) -> Callable[..., Array]:

@@ -128,7 +128,7 @@ def in_order(
     them. So there are no more rounds than the longest chain needs.
 
     Args:
-        operations: Operations, each after the ones that it depends on.
+        operations: Operations. Of those that can be evaluated, the first one in this order is next.
         keys: For each operation, the key that the operations of a pack share; `None` for one that
             is not packed.
     """

@@ -38,24 +38,36 @@ class Computation:
 
 
 @dataclass(eq=False)
-class Collective:
+class _Communication:
+    """A collective, loop or branch.
+
+    Attributes:
+        inputs: Its operands.
+        outputs: Its results.
+        has_effects: Whether it runs even if its results are not used.
+        is_ordered: Whether its order among computations matters.
+    """
+
+    inputs: list[Atom]
+    outputs: list[Value]
+    has_effects = True
+    is_ordered = False
+
+
+@dataclass(eq=False)
+class Collective(_Communication):
     """A collective with one operand.
 
     Attributes:
         primitive: Name of the primitive.
         params: Parameters of the primitive.
-        inputs: The operand.
-        outputs: The result.
         lines: The user's lines; several if small collectives are packed.
     """
 
     primitive: str
     params: dict[str, Any]
-    inputs: list[Atom]
-    outputs: list[Value]
     lines: list[str]
-    has_effects: bool = False
-    is_ordered: bool = False
+    has_effects = False
 
     @property
     def operand(self) -> Value:
@@ -76,38 +88,31 @@ class Collective:
 
 
 @dataclass(eq=False)
-class Loop:
+class Loop(_Communication):
     """A loop that contains collectives. The host runs it iteration by iteration.
 
+    Its operands are the values that all iterations read, then the initial carry, and its results
+    the final carry.
+
     Attributes:
-        inputs: The values that all iterations read, then the initial carry.
-        outputs: The final carry.
         body: Computes the next carry from these inputs.
         test: Computes whether to continue from these inputs; `None` if `trips` is known.
         trips: Number of iterations, if known.
         line: The user's line.
     """
 
-    inputs: list[Atom]
-    outputs: list[Value]
     body: "StagedJaxpr"
     test: "StagedJaxpr | None"
     trips: int
     line: str
-    has_effects: bool = True
-    is_ordered: bool = False
 
 
 @dataclass(eq=False)
-class Branch:
+class Branch(_Communication):
     """A branch that contains collectives. Its first input is the index of the branch to run."""
 
-    inputs: list[Atom]
-    outputs: list[Value]
     branches: "list[StagedJaxpr]"
     line: str
-    has_effects: bool = True
-    is_ordered: bool = False
 
 
 Communication: TypeAlias = Collective | Loop | Branch

@@ -154,7 +154,7 @@ class _Builder:
         joined = lambda *xs: [join(list(map(jnp.asarray, xs)))]  # noqa: E731
         self.add(Computation(inputs, [flat], joined, moves=True))
         lines = list(map(user_line, eqns))
-        self.add(Collective(eqns[0].primitive.name, eqns[0].params, [flat], [reduced], lines))
+        self.add(Collective([flat], [reduced], eqns[0].primitive.name, eqns[0].params, lines))
         results = list(map(Value, avals))
         return self.add(Computation([reduced], results, lambda x: split(x, avals)))
 
@@ -267,7 +267,7 @@ class _Builder:
     def add_collective(self, eqn: JaxprEqn, operand: Value, aval: Any) -> Value:
         result = Value(aval, _layout(eqn))
         lines = [user_line(eqn)]
-        return self.add(Collective(eqn.primitive.name, eqn.params, [operand], [result], lines))[0]
+        return self.add(Collective([operand], [result], eqn.primitive.name, eqn.params, lines))[0]
 
     def collective_of_keys(self, eqn: JaxprEqn, keys: Value, aval: Any) -> Value:
         """Adds a collective of PRNG keys, which are sent as their key data."""
