@@ -2165,7 +2165,7 @@ _OF_PARAMETER_SERVERS = (
     Fault(
         "a sum over the replicas of one part, twice",
         "mirror/_src/jaxprs/collective_eqns.py",
-        "min(_MOST, before + added)",
+        "min(_MOST, max(operands, default=0) + added)",
         "added",
         ("tests/jaxprs/test_chained.py",),
     ),

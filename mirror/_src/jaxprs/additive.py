@@ -94,10 +94,29 @@ class _Pass(Interpreter[_Marks]):
         if any(is_stateful(e) or any(map(is_ref, (*e.invars, *e.outvars))) for e in eqns):
             self.stored |= self.control.union(*operands)
             return [_other({*self.stored}.union(*operands))] * len(eqn.outvars)
-        return [_computed(eqn, operands)] * len(eqn.outvars)
+        return [self.computed(eqn, operands)] * len(eqn.outvars)
+
+    def computed(self, eqn: JaxprEqn, marks: Sequence[_Marks]) -> _Marks:
+        """Returns the dependence of the results of an operation without inner control flow."""
+        name = eqn.primitive.name
+        if name == "select_n":
+            return self.chosen(marks[0], marks[1:])
+        if name in ("add", "add_any"):
+            return _sum(eqn, marks, terms=(0, 1))
+        if name in ("sub", "scatter-add", "scatter-sub"):
+            return _sum(eqn, marks, terms=(0,))
+        if name == "scatter" and _overwrites(eqn):
+            return marks[2]
+        if name in _RESHAPING and len(marks) == 1 and _keeps_elements(eqn):
+            return marks[0]
+        return _other(_inputs(marks))
 
     def chosen(self, predicate: _Marks, cases: Sequence[_Marks]) -> _Marks:
-        return _chosen(predicate, cases)
+        result = dict(cases[0])
+        for case in cases:
+            differing = {k for k in _inputs((result, case)) if result.get(k) is not case.get(k)}
+            result.update(_other(differing))
+        return {**result, **_other(predicate)}
 
     def slice_of(self, array: _Marks) -> _Marks:
         return _other(array)
@@ -113,22 +132,6 @@ class _Pass(Interpreter[_Marks]):
         self.control = saved
 
 
-def _computed(eqn: JaxprEqn, marks: Sequence[_Marks]) -> _Marks:
-    """Returns the dependence of the results of an operation without inner control flow."""
-    name = eqn.primitive.name
-    if name == "select_n":
-        return _chosen(marks[0], marks[1:])
-    if name in ("add", "add_any"):
-        return _sum(eqn, marks, terms=(0, 1))
-    if name in ("sub", "scatter-add", "scatter-sub"):
-        return _sum(eqn, marks, terms=(0,))
-    if name == "scatter" and _overwrites(eqn):
-        return marks[2]
-    if name in _RESHAPING and len(marks) == 1 and _keeps_elements(eqn):
-        return marks[0]
-    return _other(_inputs(marks))
-
-
 def _sum(eqn: JaxprEqn, marks: Sequence[_Marks], terms: Sequence[int]) -> _Marks:
     """Returns the dependence of a sum: ADDED through one term, if no other operand depends."""
     result = dict(_other(_inputs(marks)))
@@ -138,15 +141,6 @@ def _sum(eqn: JaxprEqn, marks: Sequence[_Marks], terms: Sequence[int]) -> _Marks
         if shape_of(eqn.invars[term]) == shape_of(out):
             result.update((k, how) for k, how in marks[term].items() if k not in others)
     return result
-
-
-def _chosen(predicate: _Marks, cases: Sequence[_Marks]) -> _Marks:
-    """Returns the dependence of a value that the predicate selects from several."""
-    result = dict(cases[0])
-    for case in cases:
-        differing = {k for k in _inputs((result, case)) if result.get(k) is not case.get(k)}
-        result.update(_other(differing))
-    return {**result, **_other(predicate)}
 
 
 def _inputs(marks: Iterable[_Marks]) -> set[int]:

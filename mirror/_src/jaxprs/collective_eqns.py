@@ -11,10 +11,10 @@ from mirror._src.base.types import Array
 from mirror._src.jaxprs.equations import (
     Interpreter,
     equations,
-    inner_programs,
     is_ref,
     jaxpr_of,
     user_line,
+    with_inner,
 )
 from mirror._src.jaxprs.primitives import ALL_REDUCE, PASSING, PRIMITIVES, SILENT, STATEFUL, op_of
 
@@ -161,16 +161,11 @@ class _Pass(Interpreter[int]):
         return 0
 
     def leaf(self, eqn: JaxprEqn, operands: list[int]) -> Sequence[int]:
-        inner = map(jaxpr_of, inner_programs(eqn.params.values()))
-        is_mutable = any(map(is_ref, (*eqn.invars, *eqn.outvars)))
-        if is_mutable or any(map(contains_collective, inner)):
-            return [_MOST] * len(eqn.outvars)
-        before = max(operands, default=0)
-        if not is_collective(eqn):
-            return [before] * len(eqn.outvars)
-        is_all_reduce = eqn.primitive.name in ALL_REDUCES and spans_whole_axis(eqn)
-        added = 1 if is_all_reduce else _MOST
-        return [min(_MOST, before + added)] * len(eqn.outvars)
+        added = 1
+        if eqn.primitive.name not in ALL_REDUCES or not spans_whole_axis(eqn):
+            is_mutable = any(map(is_ref, (*eqn.invars, *eqn.outvars)))
+            added = _MOST if is_mutable or any(map(is_collective, with_inner(eqn))) else 0
+        return [min(_MOST, max(operands, default=0) + added)] * len(eqn.outvars)
 
     def chosen(self, predicate: int, cases: Sequence[int]) -> int:
         return max(predicate, *cases)

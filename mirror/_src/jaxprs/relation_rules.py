@@ -489,20 +489,10 @@ _RULES: dict[str, Rule] = {
 _PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
 _SORTS = frozenset({"sort", "top_k"})
 _CHOOSES = PICKING | {"mul", "select_n", "slice"}
-_KEEPS_ZERO = (
-    SHAPING
-    | PICKING
-    | JOINING
-    | LINEAR
-    | ADDITION
-    | CASTING
-    | SCATTER
-    | {
-        *("abs", "copy", "dynamic_update_slice", "mul", "reduce_max", "reduce_min", "reduce_or"),
-        *("select_n", "sqrt", "square", "tanh"),
-    }
-)
+_ZERO_OF_ZERO = """
+abs copy dynamic_update_slice mul reduce_max reduce_min reduce_or select_n sqrt square tanh
+"""
+_KEEPS_ZERO = SHAPING | PICKING | JOINING | LINEAR | ADDITION | CASTING | SCATTER
+_KEEPS_ZERO |= {*_ZERO_OF_ZERO.split()}
 # A softmax forgets the factor of a logarithm, and a clipped gradient its own factor.
-_HIDES_FACTOR = frozenset(
-    {"log", "log1p", "log2", "clamp", "max", "min", "eq", "ge", "gt", "le", "lt", "ne"}
-)
+_HIDES_FACTOR = _COMPARING - {"sign"} | {"log", "log1p", "log2", "clamp", "max", "min"}

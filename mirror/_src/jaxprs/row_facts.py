@@ -37,25 +37,12 @@ _DECIDED = frozenset(("add", "sub", "lt", "le", "gt", "ge", "eq", "ne"))  # by a
 _KEEP_SIGN = frozenset(("add", "mul", "div", "max", "min", "clamp"))
 _OF_NUMPY = """
 abs acos acosh add asin asinh atan atan2 atanh cbrt ceil cos cosh exp exp2 expm1 floor log log1p
-log2 pow sign sin sinh sqrt square tan tanh
+log2 pow sign sin sinh sqrt square tan tanh sub:subtract mul:multiply div:divide rem:fmod
+max:maximum min:minimum neg:negative round:rint is_finite:isfinite lt:less le:less_equal gt:greater
+ge:greater_equal eq:equal ne:not_equal
 """
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{name: getattr(np, name) for name in _OF_NUMPY.split()},
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": np.divide,
-    "rem": np.fmod,
-    "max": np.maximum,
-    "min": np.minimum,
-    "neg": np.negative,
-    "round": np.rint,
-    "is_finite": np.isfinite,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
+    **{each.split(":")[0]: getattr(np, each.split(":")[-1]) for each in _OF_NUMPY.split()},
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "rsqrt": lambda x: 1 / np.sqrt(x),
     "logistic": lambda x: 1 / (1 + np.exp(-x)),

@@ -559,12 +559,8 @@ def _leading(_eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
 
 
 _KEEPS_FILL = frozenset(("sort", "svd", "eigh"))
-_KEEPS_OTHER_FILL = frozenset(
-    (
-        *("sort", "rev", "top_k", "approx_top_k", "cummax", "cummin"),
-        *("reduce_window_max", "reduce_window_min"),
-    )
-)
+_KEEPS_OTHER_FILL = frozenset(("sort", "rev", "top_k", "approx_top_k", "cummax", "cummin"))
+_KEEPS_OTHER_FILL |= {"reduce_window_max", "reduce_window_min"}
 _KEEPS_ZERO = frozenset(("cumsum", "cumprod", "reduce_window_sum"))
 # The only result that keeps them: values, not their positions or vectors.
 FILLED_RESULT = {"approx_top_k": 0, "eigh": 1, "svd": 0, "top_k": 0}
