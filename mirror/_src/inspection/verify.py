@@ -27,6 +27,7 @@ from mirror._src.engine.per_replica import is_per_replica
 from mirror._src.engine.reduce_op import ReduceOp
 from mirror._src.engine.runner import Runner
 from mirror._src.engine.variable import Variable, collapse, is_on_read
+from mirror._src.inspection import measurement
 from mirror._src.inspection.equality import DIFFERENT
 from mirror._src.inspection.measurement import copy_of, gathered, restore, whole_batch, with_objects
 from mirror._src.jaxprs.text import fingerprint
@@ -286,9 +287,8 @@ def verify(
 
 def nudge_variables(objects: Sequence[Any], signs: np.random.Generator) -> None:
     """Nudges the variables of nnx objects."""
-    for _, node in nnx.iter_graph(tuple(objects)):
-        if isinstance(node, nnx.Variable):
-            node.set_raw_value(nudged(signs, node.get_raw_value()))
+    for variable in measurement.variables_of(objects):
+        variable.set_raw_value(nudged(signs, variable.get_raw_value()))
 
 
 def nudged(signs: np.random.Generator, leaf: Any) -> Any:

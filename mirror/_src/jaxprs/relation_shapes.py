@@ -306,12 +306,10 @@ def _scatter(pair: Pair, xs: list[Relation]) -> Relation | None:
     if update.axis != batch[index.axis]:
         return None
     if index.kind is Kind.ROWS and index.scale == 1:
-        for axis, by in zip(
-            numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True
-        ):
-            if by == index.axis:
-                target = rows(axis, update.scale)
-                return target if array in (ZERO, target) else None
+        by = numbers.scatter_indices_batching_dims
+        if index.axis in by:
+            target = rows(numbers.operand_batching_dims[by.index(index.axis)], update.scale)
+            return target if array in (ZERO, target) else None
         found = common([array, part(update.scale)], pair.num_replicas)
         return found if adds and found is not None and found.kind is Kind.PART else None
     if index.kind is Kind.INDEX:

@@ -274,11 +274,6 @@ ANY_COLUMN = -1
 Excludes = Callable[[Value], bool]
 
 
-def never(_: Value) -> bool:
-    """Padding with any number changes the result."""
-    return False
-
-
 def known(value: Value) -> bool:
     """Padding with a known number does not change the result."""
     return isinstance(value, float) and not is_nan(value)
@@ -363,18 +358,18 @@ class Rows(NamedTuple):
         """Whether a known number is NaN."""
         return is_nan(self.constant) or any(is_nan(value) for _, value in self.fills)
 
-    def without(self, axes: Iterable[int], line: Place, excludes: "Excludes" = never) -> "Rows":
+    def without(self, axes: Iterable[int], line: Place, excludes: Excludes | None = None) -> "Rows":
         """Returns the value after the entries along some axes were combined at a line.
 
         Args:
             axes: The axes.
             line: The line.
-            excludes: Whether padding with a number does not change the result.
+            excludes: Whether padding with a number does not change the result. Defaults to none.
         """
         lost = frozenset(row for row in self.axes if row.axis in axes)
         if not lost:
             return self
-        is_excluded = all(excludes(self.value(axis)) for axis in lost)
+        is_excluded = excludes is not None and all(excludes(self.value(axis)) for axis in lost)
         rest = self.moved(lambda row: () if row in lost else (row,))
         padded = self.padded if is_excluded else self.padded | {line}
         return rest._replace(mixed=self.mixed | {line}, padded=padded)

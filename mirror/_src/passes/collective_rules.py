@@ -32,6 +32,7 @@ from mirror._src.jaxprs.collective_eqns import (
     with_nan,
 )
 from mirror._src.jaxprs.equations import user_line
+from mirror._src.jaxprs.primitives import dtype_of
 from mirror._src.passes.evaluate import Rule, Rules, bind
 
 Reduction: TypeAlias = Callable[[str, Array, str], Array]
@@ -96,8 +97,7 @@ def reduced_by(reduction: Reduction | None, primitive: str, rows: Array, collect
 
 def _find_complex_sum(eqn: JaxprEqn) -> Rule | None:
     """Returns the rule for a sum of complex numbers."""
-    avals: list[Any] = [atom.aval for atom in eqn.invars]
-    if not any(jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in avals):
+    if not any(jnp.issubdtype(dtype_of(x), jnp.complexfloating) for x in eqn.invars):
         return None
     return lambda eqn, values: [sum_of_parts(lambda x: bind(eqn, [x])[0], y) for y in values]
 
@@ -251,8 +251,7 @@ class CollectiveRules(Formulas):
 
     def _find_extreme(self, eqn: JaxprEqn) -> Rule | None:
         """Returns the rule for a maximum or minimum of floats or booleans over devices."""
-        avals: list[Any] = [atom.aval for atom in eqn.invars]
-        dtypes = [aval.dtype for aval in avals]
+        dtypes = list(map(dtype_of, eqn.invars))
         has_floats = any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
         has_bools = any(dtype == jnp.bool_ for dtype in dtypes)
         is_whole = axes_of(eqn) == (self._axis,)

@@ -25,6 +25,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from mirror._src.jaxprs.primitives import shape_of
 from mirror._src.passes.evaluate import Rule, Rules
 
 
@@ -104,8 +105,7 @@ def _is_narrow(eqn: JaxprEqn) -> bool:
 
     Then it does not vectorize `_select`, which takes up to six times as long as `_scatter`.
     """
-    aval: Any = eqn.outvars[0].aval
-    return aval.shape[-1] < 16 and math.prod(eqn.params["window_dimensions"]) <= 8
+    return shape_of(eqn.outvars[0])[-1] < 16 and math.prod(eqn.params["window_dimensions"]) <= 8
 
 
 def _select(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:

@@ -26,6 +26,7 @@ from jax.extend.core import JaxprEqn
 from mirror._src.base.types import Array
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, reduce_locally
+from mirror._src.jaxprs.primitives import shape_of
 from mirror._src.passes.collective_rules import (
     Formulas,
     Reduction,
@@ -76,9 +77,13 @@ class Values:
         if isinstance(atom, Constant):
             return atom.value
         if atom not in self.once:
-            step = self.free[atom]
-            self.once.update(zip(step.outputs, step.run(*map(self.read, step.inputs)), strict=True))
+            _run(self.free[atom], self.read, self.once)
         return self.once[atom]
+
+
+def _run(step: Computation, read: Callable[[Atom], Any], results: dict[Value, Any]) -> None:
+    """Runs a computation, and stores its results."""
+    results.update(zip(step.outputs, step.run(*map(read, step.inputs)), strict=True))
 
 
 class OnDevice(abc.ABC):
@@ -301,21 +306,16 @@ class OnDevice(abc.ABC):
             local: dict[Value, Any] = {values.replica_id: replica}
 
             def read(atom: Atom) -> Any:
-                if isinstance(atom, Constant):
-                    return atom.value
-                if atom in values.once:
-                    return values.once[atom]
+                if isinstance(atom, Constant) or atom in values.once:
+                    return values.read(atom)
                 if atom not in local and atom in values.free:
-                    step = values.free[atom]
-                    results = step.run(*map(read, step.inputs))
-                    local.update(zip(step.outputs, results, strict=True))
+                    _run(values.free[atom], read, local)
                 if atom not in local:
                     local[atom] = row(atom)
                 return local[atom]
 
             for step in steps:
-                results = step.run(*map(read, step.inputs))
-                local.update(zip(step.outputs, results, strict=True))
+                _run(step, read, local)
             return [jnp.asarray(local[value]) for value in kept]
 
         read = dict.fromkeys(value for step in steps for value in values_of(step.inputs))
@@ -332,8 +332,7 @@ def _runs_once(step: Computation, values: Values) -> bool:
         # As in the step of one replica, XLA merges constants with the operations that read them.
         values.free.update(dict.fromkeys(step.outputs, step))
         return True
-    results = step.run(*map(values.read, step.inputs))
-    values.once.update(zip(step.outputs, results, strict=True))
+    _run(step, values.read, values.once)
     return True
 
 
@@ -378,10 +377,9 @@ _TRIVIAL: dict[str, Any] = {**dict.fromkeys(_SIZES, 1), "padding": (0, 0)}
 
 def _pooling(eqn: JaxprEqn) -> Rule | None:
     """Returns a rule if images are pooled: windows span one replica and one example."""
-    avals: list[Any] = [atom.aval for atom in eqn.invars]
     windows = {name: eqn.params[name][:2] for name in _TRIVIAL if name in eqn.params}
     are_trivial = all(tuple(two) == (_TRIVIAL[name],) * 2 for name, two in windows.items())
-    return _pool if are_trivial and len({aval.shape[:2] for aval in avals}) == 1 else None
+    return _pool if are_trivial and len({shape_of(x)[:2] for x in eqn.invars}) == 1 else None
 
 
 def _pool(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:

@@ -262,15 +262,10 @@ def makers_of(program: Program) -> Mapping[Atom, Operation]:
 
 def with_bodies(program: Program, rewrite: Callable[[Program], Program]) -> Program:
     """Returns a program with the bodies of its loops rewritten."""
-    operations = program.operations
-    if not [operation for operation in operations if operation.body is not None]:
-        return program
-
-    def rewritten(operation: Operation) -> Operation:
-        body = operation.body
-        return operation if body is None else replace(operation, body=rewrite(body))
-
-    return program._replace(operations=list(map(rewritten, operations)))
+    operations = [
+        op if op.body is None else replace(op, body=rewrite(op.body)) for op in program.operations
+    ]
+    return program._replace(operations=operations)
 
 
 def walk_operations(
@@ -337,18 +332,10 @@ class Marks:
                 return [layout for each in operation.packed for layout in self.layouts(each)]
             case "loop":
                 return self._loop(operation)
-        (atom, *_), (result,) = operation.inputs, operation.outputs
-        held = atom.layout
-        match operation.kind:
-            case "slice":
-                assert held == _WHOLE, f"{operation.name} of {held}"
-                return [Layout(axis=result.layout.axis)]
-            case "scatter":
-                assert held.axis is None, f"{operation.name} of {held}"
-                return [Layout(axis=result.layout.axis)]
-            case _:
-                assert held.axis is not None, f"{operation.name} of {held}"
-                return [_WHOLE]
+        held, (result,) = operation.inputs[0].layout, operation.outputs
+        fits = {"slice": held == _WHOLE, "scatter": held.axis is None}
+        assert fits.get(operation.kind, held.axis is not None), f"{operation.name} of {held}"
+        return [_WHOLE if operation.kind == "gather" else Layout(axis=result.layout.axis)]
 
     def _loop(self, operation: Operation) -> list[Layout]:
         """Checks the body. Results have the layouts that its results have, as rows of a stack."""

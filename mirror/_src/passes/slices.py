@@ -13,7 +13,7 @@ from mirror._src.base.types import num_bytes
 from mirror._src.devices.replicas import shard_axis, stored_axis
 from mirror._src.jaxprs.collective_eqns import names_axis
 from mirror._src.jaxprs.equations import Scan
-from mirror._src.jaxprs.primitives import ADDITION, ELEMENTWISE, REDUCTION, op_of
+from mirror._src.jaxprs.primitives import ADDITION, ELEMENTWISE, REDUCTION, dtype_of, op_of
 from mirror._src.jaxprs.trace import struct_of, trace
 from mirror._src.passes.program import (
     Atom,
@@ -94,8 +94,7 @@ def reduces_slices(operation: Operation, num_replicas: int) -> bool:
 
 
 def _op_of(operation: Operation) -> str:
-    aval: Any = operation.eqn.invars[0].aval
-    return op_of(operation.name, aval.dtype)
+    return op_of(operation.name, dtype_of(operation.eqn.invars[0]))
 
 
 class Slicing:
