@@ -70,6 +70,8 @@ jax.config.update("jax_platforms", "cpu")  # GPUs are for the processes of tests
 # Fewer LLVM optimizations make it faster, too. Jobs of several processes compile like this; other
 # child processes (the demo, the soak test, the benchmarks) compile as users do.
 jax.config.update("jax_disable_most_optimizations", True)
+# Traces make many objects that live for a moment: with 700, a tenth of the time was spent here.
+gc.set_threshold(10_000)
 
 import mirror  # noqa: E402
 from tests.support.inside import forget_strategies, open_scope  # noqa: E402

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import itertools
 import pickle
 import threading
 import types
@@ -20,7 +21,7 @@ from tests.support import inside
 from tests.support.messages import raises
 from tests.support.steps import nothing, number, replica_id
 from tests.support.strategies import cpu_strategy, each_executor
-from tests.support.tables import rows
+from tests.support.tables import mostly_nightly, rows
 from tests.support.variables import copies, on_read, set_copies, variable
 
 AGGREGATIONS = ["none", "sum", "mean", "only_first_replica"]
@@ -785,25 +786,35 @@ def test_replaced_item_reads_the_new_variable(two, step):
         assert [float(two.run(step)) for _ in range(3)] == [value] * 3
 
 
-@rows("function", FUNCTIONS)
-def test_functions_of_a_trainer_read_the_new_variable(two, function):
+ROLES = ("loss", "penalty", "weight")
+IN_ROLES = itertools.product(ROLES, FUNCTIONS)
+QUICK = zip(itertools.cycle(ROLES), FUNCTIONS, strict=False)
+
+
+@pytest.mark.parametrize("cases", mostly_nightly(IN_ROLES, *QUICK))
+def test_functions_of_a_trainer_read_the_new_variable(two, cases, subtests):
     def losses(model, x):
         return 0 * model(x)[:, 0]
 
-    def trainer(loss_fn, **options):
+    def trainer(role, function):
+        loss_fn, options = {
+            "loss": (lambda *args: losses(*args) + function(), {}),
+            "penalty": (losses, {"penalty": lambda model: function()}),
+            "weight": (
+                lambda *args: losses(*args) + 1,
+                {"sample_weight": lambda x: 0 * x[:, 0] + function()},
+            ),
+        }[role]
         model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
         return mirror.Trainer(model, optax.sgd(0.1), loss_fn, strategy=two, **options)
 
-    HOLDER.rebind(0.0)
-    trainers = [
-        trainer(lambda *args: losses(*args) + function()),
-        trainer(losses, penalty=lambda model: function()),
-        trainer(lambda *args: losses(*args) + 1, sample_weight=lambda x: 0 * x[:, 0] + function()),
-    ]
-    for value in (1.0, 2.0, 3.0):
-        HOLDER.rebind(value)
-        for each in trainers:
-            assert each.fit([np.ones((2, 1), "f4")] * 3, progress=False)["loss"] == [value]
+    for role, name in cases:
+        with subtests.test(role=role, function=name):
+            HOLDER.rebind(0.0)
+            each = trainer(role, FUNCTIONS[name])
+            for value in (1.0, 2.0, 3.0):
+                HOLDER.rebind(value)
+                assert each.fit([np.ones((2, 1), "f4")] * 3, progress=False)["loss"] == [value]
 
 
 @rows("pair", each_executor)

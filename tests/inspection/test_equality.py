@@ -187,17 +187,6 @@ def make(strategy, loss, reduce, **kwargs):
     return step, (model, optimizer, batch)
 
 
-@rows("name", list(STEPS))
-def test_verdicts_of_training_steps(name, two):
-    loss, reduce, kwargs, verdict = STEPS[name]
-    step, args = make(two, loss, reduce, **kwargs)
-    report = two.inspect(step, args).equals_one_device
-    assert report.verdict == verdict, report
-    assert bool(report.reasons) == (verdict != "equal")
-    if verdict == "different":
-        assert all("test_equality.py:" in reason for reason in report.reasons), report.reasons
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:step applies the same random numbers")
 @rows("name", list(STEPS))
@@ -357,16 +346,20 @@ def said(strategy, step, args):
 
 
 @rows("name", list(STEPS))
-def test_steps_that_differ_are_named_once(name, two):
+def test_verdicts_of_training_steps_and_one_warning(name, two):
     """Not for random numbers: replicas are meant to draw their own."""
     loss, reduce, kwargs, verdict = STEPS[name]
     step, args = make(two, loss, reduce, **kwargs)
     found = said(two, step, args)
+    report = two.inspect(step, args).equals_one_device
+    assert report.verdict == verdict, report
+    assert bool(report.reasons) == (verdict != "equal")
+    if verdict == "different":
+        assert all("test_equality.py:" in reason for reason in report.reasons), report.reasons
     assert len(found) == (verdict == "different" and name not in RANDOM)
     for message in found:
-        reason = two.inspect(step, args).equals_one_device.reasons[0]
         fix = "@mirror.per_replica_on_purpose"
-        assert_message(message, names=["step", "model."], values=reason, fix=fix)
+        assert_message(message, names=["step", "model."], values=report.reasons[0], fix=fix)
         assert ("axis_name" in message) == ("norm" in kwargs)
 
 
