@@ -86,6 +86,7 @@ from tests.support.selection import (  # noqa: E402, F401
     pytest_sessionfinish,
     pytest_terminal_summary,
     pytest_testnodedown,
+    pytest_xdist_make_scheduler,
 )
 from tests.support.strategies import EXECUTORS, LAYOUTS, cpu_strategy  # noqa: E402
 

@@ -558,7 +558,8 @@ def is_suspected(strategy, size, net, update):
 @pytest.mark.slow
 @rows("net", list(NETS))
 def test_the_guess_is_right_about_networks(net, two, subtests):
-    for update, size in zip(UPDATES, (2, 4, 8, 16, 3, 16), strict=True):
+    count = len(UPDATES) if NETS[net][1] else 2  # a wrong network is wrong with every update
+    for update, size in list(zip(UPDATES, (2, 4, 8, 16, 3, 16), strict=True))[:count]:
         with subtests.test(update=update, size=size):
             is_right = NETS[net][1] and UPDATES[update][-1]
             assert is_suspected(two, size, net, update) == (not is_right)

@@ -50,10 +50,11 @@ def test_some_programs_on_eight_devices_and_one():
 
 @pytest.mark.slow
 def test_models_and_a_trainer_that_resumes_elsewhere():
-    trained = ["trainer", "history 1"], ["resizes", *(f"resizes {i}" for i in range(5))]
+    trained = ["trainer", "history 1"], ["resizes", *(f"resizes {i}" for i in range(2))]
     found = hashes(
         {
-            **dict.fromkeys(["nnx-CNN", "nnx-SyncBatchNorm momentum"], (8, 4, 1)),
+            "nnx-CNN": (8, 1),
+            "nnx-SyncBatchNorm momentum": (4, 1),
             "nanogpt": (4, 1),
             **dict.fromkeys(itertools.chain(*trained), (8,)),
         }
@@ -64,8 +65,13 @@ def test_models_and_a_trainer_that_resumes_elsewhere():
 
 
 @pytest.mark.slow
-def test_all_collectives():
-    assert_equal(bits([4, 2, 1], list(STEPS)))
+@pytest.mark.parametrize(
+    "devices",
+    [[(4, 1), (2, 1), (4, 2)], pytest.param([(4, 2, 1)], marks=pytest.mark.nightly)],
+    ids=str,
+)
+def test_all_collectives(devices):
+    assert_equal(hashes(dict(zip(STEPS, itertools.cycle(devices), strict=False))))
 
 
 @pytest.mark.nightly
@@ -91,7 +97,7 @@ def test_all_models_and_many_histories():
     ids=str,
 )
 def test_in_several_processes(layouts):
-    (wanted,) = set(bits([8, 1], ["nnx-MLP"])["nnx-MLP"])
+    (wanted,) = bits([1], ["nnx-MLP"])["nnx-MLP"]
     for count, devices in layouts:
         ended = processes.run_program(
             "several_bits",

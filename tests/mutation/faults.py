@@ -2128,7 +2128,7 @@ _OF_PARAMETER_SERVERS = (
         "return _own_samples(pair, operands)",
         "pass",
         ("tests/inspection/test_equality.py",),
-        likely="named_once",
+        likely="one_warning",
     ),
     Fault(
         "a warning of a metric",

@@ -1,4 +1,4 @@
-"""Which tests run, why the others do not, and how much memory the processes took.
+"""Which tests run, where, why the others do not, and how much memory the processes took.
 
 The marks are declared here only. A test with a mark of `OPTIONS` is deselected without its option;
 a test that needs a package is skipped without it, and fails with `--dev`.
@@ -11,6 +11,7 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from tests.support.packages import MODULES, advice, is_installed
 
@@ -114,6 +115,20 @@ def pytest_runtest_makereport(
 def _is_missing(config: pytest.Config, package: str) -> bool:
     is_known = package in MODULES.values()
     return is_known and not is_installed(package) and not config.getoption("--dev")
+
+
+class OneCluster(LoadFileScheduling):
+    """Gives one worker all files that share Ray's cluster, which takes half a minute to start."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "a cluster of Ray" if file.startswith("tests/ps/test_ray_") else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """Replaces the scheduler of `--dist loadfile`."""
+    return OneCluster(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 # The end of the run

@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from tests.support import fresh, packages
 from tests.support.messages import assert_message
 from tests.support.pytest_runs import run_pytest, statuses
-from tests.support.selection import OPTIONS, option_of
+from tests.support.selection import OPTIONS, OneCluster, option_of
 
 TOOLS = {"pytest", "pytest-xdist", "ruff", "mypy", "codespell", "mirror-jax"}
 CONFTEST = """\
@@ -55,6 +55,16 @@ def test_option_selects_its_mark():
     runs = [f"{option_of(name)} -m {name} test_marked.py" for name in OPTIONS]
     output = run_pytest(FILES, *runs).stdout
     assert output.count(f"1 passed, {len(OPTIONS) - 1} deselected") == len(OPTIONS), output
+
+
+def test_one_worker_runs_all_files_that_share_a_cluster():
+    scope_of = OneCluster.__new__(OneCluster)._split_scope
+    files = sorted((fresh.ROOT / "tests/ps").glob("test_*.py"))
+    shares = {file for file in files if re.search(r"\bray_cluster\)|\bon_ray\b", file.read_text())}
+    scopes = {file: scope_of(f"tests/ps/{file.name}::test") for file in files}
+    assert len(shares) > 3
+    assert len({scopes[file] for file in shares}) == 1
+    assert scopes[files[0]] == f"tests/ps/{files[0].name}"
 
 
 def test_environment_without_what_every_test_needs(monkeypatch):
