@@ -243,6 +243,9 @@ FINITE = {
         cross_entropy(z) + called(lambda v: v.reshape(2), z[:, 0])
     ),
     "weights": lambda z, m: mirror.Weighted(cross_entropy(z) * m, m * 1.0),
+    "mean over gathered rows": lambda z, m: (
+        cross_entropy(z) - jnp.mean(mirror.all_gather(z), where=mirror.all_gather(m)[:, None])
+    ),
 }
 
 

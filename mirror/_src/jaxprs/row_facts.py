@@ -372,7 +372,9 @@ class Rows(NamedTuple):
         is_excluded = excludes is not None and all(excludes(self.value(axis)) for axis in lost)
         rest = self.moved(lambda row: () if row in lost else (row,))
         padded = self.padded if is_excluded else self.padded | {line}
-        return rest._replace(mixed=self.mixed | {line}, padded=padded)
+        # Some replica has examples.
+        is_mask = self.is_mask and all(row.origin != "replicas" for row in lost)
+        return rest._replace(mixed=self.mixed | {line}, padded=padded, is_mask=is_mask)
 
 
 NO_ROWS = Rows()
