@@ -243,6 +243,7 @@ FINITE = {
         cross_entropy(z) + called(lambda v: v.reshape(2), z[:, 0])
     ),
     "weights": lambda z, m: mirror.Weighted(cross_entropy(z) * m, m * 1.0),
+    "reversed gradient": lambda z, m: cross_entropy(with_rule(z, lambda g: -2 * g)),
     "mean over gathered rows": lambda z, m: (
         cross_entropy(z) - jnp.mean(mirror.all_gather(z), where=mirror.all_gather(m)[:, None])
     ),
@@ -291,6 +292,49 @@ def test_a_gradient_that_is_finite_in_spite_of_padding_is_not_rejected(subtests)
             trainer = masked_trainer(fn)
             fit(trainer, [{"x": X[:4]}, {"x": X[4:7]}, {"x": X[7:8]}])
             assert np.isfinite(trainer.model.kernel[...]).all()
+
+
+def with_rule(z, rule):
+    """Returns `z`, whose gradient a rule computes from the one that it receives."""
+
+    @jax.custom_vjp
+    def identity(z):
+        return z
+
+    identity.defvjp(lambda z: (z, None), lambda _, g: (rule(g),))
+    return identity(z)
+
+
+CLIPPED = {
+    "clipped": lambda g: jnp.clip(g, -0.01, 0.01),
+    "normalized": lambda g: g / (1e-6 + jnp.linalg.norm(g, axis=-1, keepdims=True)),
+    "rounded": lambda g: jnp.round(64 * g) / 64,
+}
+
+
+def test_a_gradient_that_the_loss_clips_does_not_depend_on_padding(subtests):
+    """One replica computes the examples alone; padding would shrink what is clipped."""
+    batches = [{"x": X[:4]}, {"x": X[4:7]}]
+    for name, rule in CLIPPED.items():
+
+        def loss_fn(model, batch, rule=rule):
+            return cross_entropy(with_rule(model(batch["x"]), rule))
+
+        with subtests.test(msg=name):
+            model, trainers = linear(), []
+            for n in (1, 2):
+                options = {"strategy": cpu_strategy(n)}
+                trainers.append(mirror.Trainer(linear(), optax.sgd(0.1), loss_fn, **options))
+            optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+            for batch in batches:
+                optimizer.update(model, nnx.grad(lambda m, b: loss_fn(m, b).mean())(model, batch))
+            fit(trainers[0], batches)
+            found = trainers[0].model.kernel[...]
+            np.testing.assert_allclose(found, model.kernel[...], rtol=1e-5, atol=1e-6)
+            with raises(
+                ValueError, names=["loss_fn", "jax.custom_vjp"], values=3, fix="drop_remainder"
+            ):
+                fit(trainers[1], batches)
 
 
 def test_statistics_of_a_piece_without_examples_are_rejected():

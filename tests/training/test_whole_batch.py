@@ -142,6 +142,29 @@ def test_losses_that_add_up_to_the_same_are_no_warning(name):
     assert first_warnings(OF_OWN_ROW[name]) == []
 
 
+EVALUATED = {  # and how many warnings it causes
+    "losses": (lambda t: t.evaluate([TOKENS] * 2), 1),
+    "ranks": (lambda t: t.predict([TOKENS], lambda m, b: jnp.argsort(losses(m, b))), 1),
+    "centered": (lambda t: t.predict([TOKENS], lambda m, b: m(b["x"]) - m(b["x"]).mean(0)), 1),
+    "both": (lambda t: (t.evaluate([TOKENS]), t.predict([TOKENS], of_hardest)), 2),
+    "own rows": (lambda t: t.predict([TOKENS], lambda m, b: {"logits": m(b["x"])}), 0),
+}
+
+
+@rows("name", list(EVALUATED))
+def test_results_that_look_across_the_rows_of_a_replica_are_a_warning(name):
+    call, count = EVALUATED[name]
+    for options, wanted in (({}, count), ({"require_equal": False}, 0)):
+        strategy = cpu_strategy(2)
+        trainer = mirror.Trainer(
+            linear(), optax.sgd(0.5), contrastive, strategy=strategy, **options
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call(trainer)
+        assert ["looks across" in str(each.message) for each in caught] == [True] * wanted
+
+
 class Steps(mirror.callbacks.Callback):
     """Counts the steps."""
 

@@ -162,6 +162,7 @@ KEY = of_kind(Kind.KEY)
 REF_READ = of_kind(Kind.REF_READ)
 CALLBACK = of_kind(Kind.CALLBACK)
 STATEFUL = of_kind(Kind.STATEFUL)
+CUSTOM_VJP = "custom_vjp_call"
 GENERAL = of_kind(Kind.GENERAL)
 CONTROL = of_kind(Kind.CONTROL)
 CALL = of_kind(Kind.CALL)

@@ -82,6 +82,7 @@ def predictions(
     data: DistributedDataset[Any],
     check: RowCheck,
     fix: str,
+    looks: bool,
 ) -> PyTree:
     """Returns the results of `fn` in the order of the data; see `Trainer.predict`.
 
@@ -93,6 +94,7 @@ def predictions(
         data: Batches for the step.
         check: Checks that padding does not change the results.
         fix: As for `whole_pass`.
+        looks: Whether to warn of results for which the other rows of a replica count.
 
     Raises:
         ValueError: If the data is empty, a result does not have one row per example, or the rows of
@@ -102,6 +104,8 @@ def predictions(
     for launch in whole_pass(data, fix=fix):
         check.warn_of_training_mode(step, model, launch)
         (padded,) = check.without_padding(step, model, launch)
+        if looks:
+            check.warn_of_own_rows(step, model, launch)
         results = strategy.run(step, (model, padded.batch, padded.mask))
         running.append(gathered(strategy._runner, (results, padded.mask)))
         if len(running) > MOST_RUNNING:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 import jax
 import numpy as np
 from flax import nnx
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mirror._src.base.errors import counted
 from mirror._src.base.naming import is_first, name_of, warn_user
@@ -20,8 +20,8 @@ from mirror._src.data.padded import PaddedBatch
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 from mirror._src.inspection.measurement import copy_of
 from mirror._src.jaxprs.collective_eqns import is_collective, is_stateful
-from mirror._src.jaxprs.equations import equations
-from mirror._src.jaxprs.primitives import SAMPLER
+from mirror._src.jaxprs.equations import equations, user_line
+from mirror._src.jaxprs.primitives import CUSTOM_VJP, SAMPLER
 from mirror._src.jaxprs.row_facts import NO_ROWS, Place, Rows, row
 from mirror._src.jaxprs.rows import find_rows
 from mirror._src.strategy.strategy import Strategy
@@ -70,7 +70,7 @@ class RowCheck:
         self._separate: set[Any] = set()
         self._known: list[tuple[Any, Any]] = []
         self._warned: set[str] = set()
-        self._in_modes = weakref.WeakSet[Step]()
+        self._in_modes, self._compared = weakref.WeakSet[Step](), weakref.WeakSet[Step]()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RowCheck":
         # Programs cannot be copied.
@@ -144,17 +144,19 @@ class RowCheck:
         is_empty = bool(mixing.means) and has_empty
         is_wrong = is_empty or not all(place.is_statistics for place in mixing.padded)
         undefined: tuple[Place, ...] = ()
+        clipped: tuple[Place, ...] = ()
         if changes_state and not is_wrong:
             undefined = self._undefined(step, model, padded, has_empty)
-        if not mixing.padded and not is_empty and not undefined:
+            clipped = self._clipped(step, model, padded)
+        if not mixing.padded and not is_empty and not undefined and not clipped:
             return [padded]
         indices = range(padded.first, padded.first + padded.num_batches)
         uneven = [sizes[i] for i in indices if sizes[i] % (n * num_pieces)]
         if not uneven and not self._strategy._spans_processes:
             return [self._exact(padded, i, sizes[i]) for i in indices]
-        if is_wrong or undefined:
+        if is_wrong or undefined or clipped:
             size, multiple = max(uneven or sizes), n * num_pieces
-            raise ValueError(self._message(step, mixing, undefined, size, multiple))
+            raise ValueError(self._message(step, mixing, undefined, clipped, size, multiple))
         self._warn(
             "padding",
             f"The batch normalization at {_lines(mixing.padded)} counts the padding of batches "
@@ -185,18 +187,19 @@ class RowCheck:
             self.without_padding(step, model, last, num_pieces, changes_state=True)
 
     def warn_of_own_rows(self, step: Step, model: Any, padded: PaddedBatch) -> None:
-        """Warns of a loss for which the other rows of a replica's batch count.
+        """Warns of results for which the other rows of a replica's batch count.
 
         One device has other rows there. Numbers decide: a mean over the rows, for example, adds up
         to the same. Random numbers of replicas are meant to differ.
 
         Args:
-            step: Step that computes the losses of the examples, in evaluation mode.
+            step: Step that computes losses or predictions, in evaluation mode. It is checked once.
             model: First argument of the step.
             padded: A batch, or a group of them.
         """
-        if self._strategy.num_replicas_in_sync == 1:
+        if self._strategy.num_replicas_in_sync == 1 or step in self._compared:
             return
+        self._compared.add(step)
         try:
             mixing = self._mixing(step, model, padded, only_rows=True)
             places = [place for place in mixing.mixed if not place.is_statistics]
@@ -220,10 +223,10 @@ class RowCheck:
         for x, y in zip(whole, alone, strict=True):
             if _differ(x, y):
                 self._warn(
-                    "own rows",
+                    f"own rows of {_name(step)}",
                     f"{_name(step)} looks across the examples of each replica at {_lines(places)}, "
-                    "so that the results depend on the number of replicas: the losses of "
-                    f"{mask.sum()} examples add up to {x:.4g} on one device, and to {y:.4g} on "
+                    "so that the results depend on the number of replicas: the values "
+                    f"of {mask.sum()} examples add up to {x:.4g} on one device, and to {y:.4g} on "
                     f"{counted(len(mask), 'replica')}. Look across all: mirror.all_gather(x). If "
                     "each replica is meant to use its own examples, pass "
                     "mirror.Trainer(..., require_equal=False).",
@@ -249,10 +252,13 @@ class RowCheck:
             # A callback may return other numbers in each call.
             return any(_differ(x, y) and x == z for x, y, z in zip(*sums, strict=True))
 
-        eqns = equations(program.jaxpr)
+        is_reproducible = self._is_reproducible(equations(program.jaxpr))
+        return is_reproducible and self._once((program, "numbers"), differs)
+
+    def _is_reproducible(self, eqns: Sequence[JaxprEqn]) -> bool:
+        """Whether this process can run a program again, with other rows, to compare numbers."""
         is_random = any(eqn.primitive.name in SAMPLER or is_stateful(eqn) for eqn in eqns)
-        is_local = not (is_random or self._strategy._spans_processes)
-        return is_local and self._once((program, "numbers"), differs)
+        return not (is_random or self._strategy._spans_processes)
 
     def _first_rows(self, padded: PaddedBatch, most: int | None) -> tuple[PyTree, np.ndarray]:
         """Returns the first rows of replicas of this process, along a second axis."""
@@ -268,6 +274,8 @@ class RowCheck:
     def _sums(self, step: Step, model: Any, batch: PyTree, mask: np.ndarray) -> list[float]:
         """Returns the sums over the examples of what a step computes of each; 0 for the rest.
 
+        Of rows that are arrays, the absolute values are added up.
+
         Args:
             step: The step.
             model: Its first argument.
@@ -277,10 +285,14 @@ class RowCheck:
         runner = self._strategy._single_runner() if len(mask) == 1 else self._strategy._runner
         arguments = jax.tree.map(lambda x: PerReplica(list(x)), (batch, mask))
         found = runner.run(step, (*copy_of([model]), *arguments), {})
-        values = [np.asarray(x.stacked if is_per_replica(x) else x) for x in found]
-        of_rows = [x.shape in (mask.shape, mask.shape[1:]) for x in values]
-        pairs = zip(values, of_rows, strict=True)
-        return [float(np.sum(x, where=mask, dtype=float)) if is_row else 0.0 for x, is_row in pairs]
+
+        def total(x: Any) -> float:
+            values = np.asarray(x.stacked if is_per_replica(x) else [x] * len(mask))
+            rows = values[mask] if values.shape[:2] == mask.shape else np.zeros(1)
+            # Not losses, but predictions: they may be centered.
+            return float(np.sum(rows if rows.ndim == 1 else np.abs(rows), dtype=float))
+
+        return list(map(total, jax.tree.leaves(found, is_leaf=is_per_replica)))
 
     def warn_of_training_mode(self, step: Step, model: nnx.Module, padded: PaddedBatch) -> None:
         """Warns if an evaluation is in training mode, because the model's call has it as argument.
@@ -311,7 +323,13 @@ class RowCheck:
             warn_user(message)
 
     def _message(
-        self, step: Step, mixing: Mixing, undefined: Sequence[Place], size: int, multiple: int
+        self,
+        step: Step,
+        mixing: Mixing,
+        undefined: Sequence[Place],
+        clipped: Sequence[Place],
+        size: int,
+        multiple: int,
     ) -> str:
         n = self._strategy.num_replicas_in_sync
         name = _name(step)
@@ -331,6 +349,14 @@ class RowCheck:
                 f"{counted(size, 'example')} is padded for {counted(n, 'replica')}. {sizes}{drop}. "
                 "Or hide the padding behind numbers at which the derivative is finite: 1 in a "
                 "square root, a logarithm or a divisor, and -1e9 in a softmax."
+            )
+        if clipped:
+            return (
+                f"{name} has a jax.custom_vjp at {_lines(clipped)} whose gradient is not "
+                f"proportional to the one that it receives, but a batch of "
+                f"{counted(size, 'example')} is padded for {counted(n, 'replica')}, and the "
+                f"padding changes the scale. "
+                f"{sizes}{drop}. Or clip the gradients in the optimizer."
             )
         means = [place for place in mixing.padded if place.is_mean_of_means]
         if means or not mixing.padded:
@@ -399,6 +425,36 @@ class RowCheck:
             return tuple(sorted({x for rows in found if rows.has_nan for x in rows.undefined}))
 
         return self._once((program, has_empty, "undefined"), undefined)
+
+    def _clipped(self, step: Step, model: Any, padded: PaddedBatch) -> tuple[Place, ...]:
+        """Returns the lines of custom derivatives, if half of a loss has not half the gradient."""
+        program = self._program(step, model, padded)[0]
+
+        def clipped() -> tuple[Place, ...]:
+            eqns = equations(program.jaxpr)
+            rules = [eqn for eqn in eqns if eqn.primitive.name == CUSTOM_VJP]
+            if not rules or not self._is_reproducible(eqns):
+                return ()
+            batch, mask = self._first_rows(padded, _MOST_REPLICAS)
+            batch = jax.tree.map(lambda x: x[mask][None, :_MOST_ROWS], batch)
+            ones = np.ones(min(mask.sum(), _MOST_ROWS), bool)
+
+            def gradient(ones: np.ndarray) -> np.ndarray:
+                rows = jax.tree.map(lambda x: np.resize(x, (1, len(ones), *x.shape[2:])), batch)
+                arguments = jax.tree.map(lambda x: PerReplica(list(x)), (rows, ones[None]))
+                runner = self._strategy._single_runner()
+                found = runner.run(self._gradients, (*copy_of([model]), *arguments), {})
+                values = [np.asarray(x.stacked if is_per_replica(x) else x) for x in found]
+                return np.concatenate([np.ravel(x).astype(complex) for x in values]) * len(ones)
+
+            try:
+                whole, half = gradient(ones), gradient(np.concatenate([ones, ~ones]))
+            except Exception:  # of a loss that requires other numbers of rows
+                return ()
+            is_clipped = np.abs(whole - half).max() > 0.01 * np.abs(whole).max()
+            return tuple(Place(user_line(eqn)) for eqn in rules) if is_clipped else ()
+
+        return self._once((program, "clipped"), clipped)
 
     def _program(
         self, step: Step, model: Any, padded: PaddedBatch

@@ -298,7 +298,7 @@ class Trainer(Generic[M]):
         )
         self._num_parameters = num_parameters(model)  # for `repr`, which must not fail
         self._position, self._resumes = Position(), False
-        self._has_looked = require_equal is not None  # at a loss that may differ from one device
+        self._has_looked = require_equal is False  # at a loss that may differ from one device
         self._loop: FitLoop | None = None
         self._users: list[tuple[int, str]] = []  # threads in `_using`, and the methods
         self._precision.set_on(model)  # after everything that rejects an argument
@@ -546,6 +546,8 @@ class Trainer(Generic[M]):
                 meter.add(0, sums._replace(metrics={}))
                 metrics.add(sums.metrics, padded.mask)
                 self._training.warn_after_trace(step, arguments)
+                if not self._has_looked:
+                    self._rows.warn_of_own_rows(self._evaluated_examples, model, batch)
                 meter.collect(running=MOST_RUNNING)
             meter.collect()
             return {**meter.means, **metrics.values()}
@@ -593,7 +595,8 @@ class Trainer(Generic[M]):
         distributed = self._distributed(batches)
         with self._watched(), self._using("predict"):
             model = self._objects["model"]
-            return predictions(self._local, fn, step, model, distributed, self._rows, fix)
+            looks = self._require_equal is not False
+            return predictions(self._local, fn, step, model, distributed, self._rows, fix, looks)
 
     @api_boundary
     def export(
