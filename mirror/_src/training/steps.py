@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.extend.core import ClosedJaxpr
 
 from mirror._src.base.errors import counted, describe, expected, listing
 from mirror._src.base.naming import keys, name_of
@@ -26,11 +27,15 @@ from mirror._src.base.types import Array, PyTree, accumulator, widened
 from mirror._src.engine.all_reduce import AllReduce
 from mirror._src.engine.examples import masking
 from mirror._src.engine.step import nothing_selected
+from mirror._src.engine.variable import Variable
+from mirror._src.jaxprs.additive import Dependence, dependence
+from mirror._src.jaxprs.trace import abstract, trace_inside
 from mirror._src.strategy.mirrored import get_replica_context
 from mirror._src.training.mistakes import describes_batch, require_transformation
 from mirror._src.training.objective import LOSS, Objective, Sums, as_float, carried, fit_floats
 from mirror._src.training.precision import SCALE, SKIPPED, LossScale, Precision, Snapshot
 
+_IN_EACH_PIECE = (nnx.RngState, nnx.metrics.MetricState, Variable)
 Gradients = tuple[list[PyTree], Sums]
 """The gradient of the loss, or of the values and of the weights of a `Weighted` loss; the sums."""
 
@@ -378,19 +383,58 @@ def _accumulated(gradients: Callable[..., Gradients], num_pieces: int) -> Callab
                 context.piece = None
             return _split(model)[2], result
 
-        def body(carry: tuple[PyTree, Gradients], piece: PyTree) -> tuple[Any, None]:
-            state, total = carry
-            state, result = gradients_of(state, piece)
-            return (state, optax.tree.add(total, result)), None
+        treedef: Any
+        of_piece: Any
+        before, treedef = jax.tree.flatten(state)
+        first, of_piece = jax.tree.flatten(jax.tree.map(lambda x: x[0], pieces))
+        traced = list[Any]()
 
-        first = jax.tree.map(lambda x: x[0], pieces)
-        shapes = jax.eval_shape(gradients_of, state, first)[1]
+        def flat(*leaves: Array) -> list[Array]:
+            of_state, rows = leaves[: len(before)], leaves[len(before) :]
+            traced[:] = gradients_of(treedef.unflatten(of_state), of_piece.unflatten(rows))
+            return jax.tree.leaves(traced)
+
+        once = _changed_once(trace_inside(flat, [*before, *first]), state)
+        shapes = jax.tree.map(abstract, traced[1])
+
+        def body(carry: tuple[PyTree, Gradients], piece: PyTree) -> tuple[Any, None]:
+            found, total = carry
+            pairs = enumerate(zip(before, jax.tree.leaves(found), strict=True))
+            found = treedef.unflatten([x if i in once else y for i, (x, y) in pairs])
+            found, result = gradients_of(found, piece)
+            return (found, optax.tree.add(total, result)), None
+
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, accumulator(s.dtype)), shapes)
-        (state, (total, sums)), _ = jax.lax.scan(body, (state, zeros), pieces)
-        nnx.update(model, state)
+        (found, (total, sums)), _ = jax.lax.scan(body, (state, zeros), pieces)
+        nnx.update(model, found)
         return jax.tree.map(lambda x, s: x.astype(s.dtype), (total, sums), shapes)
 
     return accumulated
+
+
+def _changed_once(program: ClosedJaxpr, state: PyTree) -> set[int]:
+    """Returns the leaves of the state that change once in a step, not in each piece of a batch.
+
+    Their new values depend on no example, such as a key that the loss splits or an average of
+    weights. Random counts differ in each piece, and metrics count its examples.
+
+    Args:
+        program: Program of a piece. The state comes first, also in the results.
+        state: The state.
+    """
+    variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    types = [type(x) for x in variables for _ in jax.tree.leaves(x)]
+    values = zip(types, program.jaxpr.invars, program.jaxpr.outvars, strict=False)
+    changed = {i for i, (_, before, after) in enumerate(values) if before is not after}
+    once = {i for i in changed if not issubclass(types[i], _IN_EACH_PIECE)}
+    examples, dependent = range(len(types), len(program.jaxpr.invars)), {-1}
+    while dependent:
+        pairs = [(i, o) for o in once for i in (*examples, *(changed - once))]
+        found = dependence(program, [i for i, _ in pairs], [o for _, o in pairs])
+        kinds = zip(pairs, found, strict=True)
+        dependent = {o for (_, o), x in kinds if x is not Dependence.INDEPENDENT}
+        once -= dependent
+    return once
 
 
 def _for_evaluation(model: nnx.Module) -> nnx.Module:
