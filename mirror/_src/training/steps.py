@@ -415,8 +415,8 @@ def _accumulated(gradients: Callable[..., Gradients], num_pieces: int) -> Callab
 def _changed_once(program: ClosedJaxpr, state: PyTree) -> set[int]:
     """Returns the leaves of the state that change once in a step, not in each piece of a batch.
 
-    Their new values depend on no example, such as a key that the loss splits or an average of
-    weights. Random counts differ in each piece, and metrics count its examples.
+    Their new values depend on no example, such as an average of weights. Random keys and counts
+    change in each piece, which draws other numbers, and metrics count its examples.
 
     Args:
         program: Program of a piece. The state comes first, also in the results.
@@ -426,7 +426,11 @@ def _changed_once(program: ClosedJaxpr, state: PyTree) -> set[int]:
     types = [type(x) for x in variables for _ in jax.tree.leaves(x)]
     values = zip(types, program.jaxpr.invars, program.jaxpr.outvars, strict=False)
     changed = {i for i, (_, before, after) in enumerate(values) if before is not after}
-    once = {i for i in changed if not issubclass(types[i], _IN_EACH_PIECE)}
+    once = {
+        i
+        for i in changed
+        if not (issubclass(types[i], _IN_EACH_PIECE) or _is_random_key(program.in_avals[i]))
+    }
     examples, dependent = range(len(types), len(program.jaxpr.invars)), {-1}
     while dependent:
         pairs = [(i, o) for o in once for i in (*examples, *(changed - once))]
@@ -435,6 +439,11 @@ def _changed_once(program: ClosedJaxpr, state: PyTree) -> set[int]:
         dependent = {o for (_, o), x in kinds if x is not Dependence.INDEPENDENT}
         once -= dependent
     return once
+
+
+def _is_random_key(aval: Any) -> bool:
+    is_raw = aval.dtype == np.uint32 and aval.shape[-1:] == (2,)
+    return is_raw or jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
 
 
 def _for_evaluation(model: nnx.Module) -> nnx.Module:
