@@ -3,7 +3,8 @@
 XLA:CPU has a fast kernel (Eigen's) for dense convolutions of one or two dimensions; it computes
 groups, three dimensions and some kernel gradients in scalar loops (JAX 0.10.2 and 0.12.0.1,
 float32). The comments in `_form_of` give the ratio of the times. Sums are rounded in another order:
-results differ by at most 1e-6 of the largest one.
+results differ by at most 1e-6 of the largest one; by up to 2e-5 where XLA adds all positions one
+after another (`_in_chunks`), with 3 to 10 times the error of the replacement.
 
 Delete a form when `tests/passes/test_lower_speed.py` says so.
 """
@@ -134,13 +135,12 @@ def _per_channel_kernel(conv: _Convolution, x: Any, w: Any) -> Any:
 
 def _each(conv: _Convolution, changes: Any, pairs: Any, shape: tuple[int, ...]) -> list[Any]:
     """Computes convolutions with other parameters, of operands with the channels last."""
-    numbers = lax.ConvDimensionNumbers(*_last_of(len(shape) - 1))
-    params, y = {**conv.params, "dimension_numbers": numbers, **changes}, conv.avals[2]
+    numbers, y = _last_of(len(shape) - 1), conv.avals[2]
+    params = {**conv.params, "dimension_numbers": numbers, **changes}
     results = []
     for x, w in pairs:
         one = _Convolution(conv.eqn, params, [x, w, y.update(shape=shape)])
-        form = None if one.batch_groups > 1 else _form_of(one)
-        results.append((form or _unchanged)(one, x, w))
+        results.append((_form_of(one) or _unchanged)(one, x, w))
     return results
 
 
@@ -197,16 +197,46 @@ def _per_place(conv: _Convolution, x: Any, w: Any) -> Any:
 
 def _channels_last(conv: _Convolution, x: Any, w: Any) -> Any:
     """XLA's convolution, in the layout of its fast kernel."""
-    numbers = lax.ConvDimensionNumbers(*_last_of(len(conv.kernel) + 1))
-    params = {**conv.params, "dimension_numbers": numbers}
-    (y,) = bind(conv.eqn, [conv.x(x), conv.w(w)], **params)
-    return conv.result(y)
+    params = {**conv.params, "dimension_numbers": _last_of(len(conv.kernel) + 1)}
+    return conv.result(bind(conv.eqn, [conv.x(x), conv.w(w)], **params)[0])
 
 
-def _last_of(last: int) -> tuple[tuple[int, ...], ...]:
+def _in_chunks(conv: _Convolution, x: Any, w: Any) -> Any:
+    """Gradient of a dense kernel: sums over a few examples, then the next ones, in a loop."""
+    size = _examples_at_once(conv)
+    (c, n, *s), (o, i, *k) = conv.lhs, conv.rhs
+    examples = _move(x, (n, *s, c)), _move(w, (i, *k, o))
+    chunks = [lax.reshape(a, (len(a) // size, size, *a.shape[1:])) for a in examples]
+    params = {**conv.params, "dimension_numbers": _last_of(x.ndim - 1)}
+
+    def add(total: Any, chunk: Any) -> Any:
+        operands = [jnp.swapaxes(chunk[0], 0, -1), jnp.moveaxis(chunk[1], 0, -2)]
+        return lax.add(total, *bind(conv.eqn, operands, **params)), None
+
+    zeros = jnp.zeros((conv.batch, *conv.places, conv.features), conv.avals[2].dtype)
+    return conv.result(lax.scan(add, zeros, chunks)[0])
+
+
+def _examples_at_once(conv: _Convolution) -> int:
+    """Returns the size of the chunks of a kernel's gradient; 0 if XLA is fast enough.
+
+    XLA multiplies (kernel, positions of all examples) by (positions, features), and is slower from
+    3500 positions on; fastest with 1024 to 2048 at once. JAX 0.11.2 and 0.12.0.1 are fast enough.
+    """
+    examples, positions = conv.channels, math.prod(conv.kernel)
+    products = examples * positions * conv.features * conv.batch * math.prod(conv.places)
+    is_large = examples * positions >= 3500 and conv.features >= 32 and products >= 1e8
+    if jax.__version_info__ >= (0, 11) or not is_large or len(conv.kernel) != 2:
+        return 0
+    fast = range(1024, max(2048, positions) + 1)
+    sizes = (n for n in range(1, examples) if examples % n == 0 and n * positions in fast)
+    return max(sizes, default=0)
+
+
+def _last_of(last: int) -> lax.ConvDimensionNumbers:
     """Returns the positions of batch, channels and space in the layout with the channels last."""
     around = (0, last, *range(1, last))
-    return around, (last, last - 1, *range(last - 1)), around
+    return lax.ConvDimensionNumbers(around, (last, last - 1, *range(last - 1)), around)
 
 
 def _unchanged(conv: _Convolution, x: Any, w: Any) -> Any:
@@ -240,6 +270,8 @@ def _form_of(conv: _Convolution) -> _Form | None:
     is_special = places == 1 or max(conv.params["lhs_dilation"], default=1) > 1
     if conv.groups == 1 and is_gradient and is_special and places <= _MOST_TERMS:
         return _per_place  # of 1x1 and of transposed convolutions: 1.6 to 2.7, 4 to 5 times
+    if conv.groups == 1 and is_gradient and _examples_at_once(conv):
+        return _in_chunks  # from 32 features and 3500 positions: 1.0 to 2.3 times
     return _layout_of(conv)
 
 
@@ -250,7 +282,7 @@ def _layout_of(conv: _Convolution) -> _Form | None:
     to 47 times otherwise.
     """
     rank = len(conv.kernel)
-    is_last = (conv.lhs, conv.rhs, conv.out) == _last_of(rank + 1)
+    is_last = conv.params["dimension_numbers"] == _last_of(rank + 1)
     return None if is_last or rank > 2 else _channels_last
 
 

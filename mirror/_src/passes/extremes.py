@@ -62,21 +62,13 @@ def _pool(combine: Callable[..., Any], identity: float) -> Callable[[JaxprEqn], 
     """Returns the rule for a `reduce_window_*`: combines the elements of all windows in turn."""
 
     def rule(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
-        total, *others = _windows(eqn, arguments[0], identity)
-        for part in others:
-            total = combine(total, part)
-        return [total]
+        return [functools.reduce(combine, _windows(eqn, arguments[0], identity))]
 
     return lambda eqn: rule if _is_unrolled(eqn) else None
 
 
-def _gathers(eqn: JaxprEqn) -> Rule | None:
-    """Returns the rule for `select_and_gather_add`, which `jax.jvp` makes of max pooling."""
-    return _gather if _is_unrolled(eqn) else None
-
-
 def _gather(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
-    """Selects the tangent of each window's first extreme.
+    """Selects the tangent of each window's first extreme: `jax.jvp` of max pooling.
 
     As in XLA, the search begins with the identity, whose tangent is zero, and skips the padding,
     which would replace a NaN.
@@ -147,7 +139,8 @@ def _scatter(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     reach = [-(-w // s) for w, s in zip(dims, strides, strict=True)]  # windows over a position
     blocks = [-(-n // s) for n, s in zip(shape, strides, strict=True)]
     ends = [(r - 1, b - n, 0) for r, b, n in zip(reach, blocks, values.shape, strict=True)]
-    chosen = _chosen(_windows(eqn, x, identity), keeps, ends)
+    index = _padded(_first(_windows(eqn, x, identity), keeps, jnp.int32), -1, ends)
+    chosen = [lax.eq(index, np.int32(i)) for i in range(math.prod(dims))]
     values = _padded(values, 0, ends)
     zeros = lax.full(blocks, 0, values.dtype)
 
@@ -187,27 +180,6 @@ def _first(parts: Sequence[Any], keeps: Callable[..., Any], dtype: Any) -> Any:
     return index
 
 
-def _chosen(
-    parts: Sequence[Any], keeps: Callable[..., Any], ends: Sequence[tuple[int, int, int]]
-) -> list[Any]:
-    """Returns for each position of a window whether it is selected, padded by False."""
-    if any(low for low, _, _ in ends):
-        # Windows overlap. XLA would compute masks again for each window over a position.
-        index = _padded(_first(parts, keeps, jnp.int32), -1, ends)
-        return [lax.eq(index, np.int32(i)) for i in range(len(parts))]
-    best, *others = parts
-    kept = []
-    for part in others:
-        kept.append(keeps(best, part))
-        best = lax.select(kept[-1], best, part)
-    masks = []
-    is_free = lax.full(best.shape, True)
-    for keep in reversed(kept):
-        masks.append(lax.bitwise_and(lax.bitwise_not(keep), is_free))
-        is_free = lax.bitwise_and(keep, is_free)
-    return [_padded(mask, False, ends) for mask in (is_free, *reversed(masks))]
-
-
 def _is_unrolled(eqn: JaxprEqn) -> bool:
     """Whether the windows are small, of numbers, and not empty."""
     avals: list[Any] = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
@@ -245,6 +217,6 @@ RULES: Rules = {
     "argmin": _arg_extreme(lax.reduce_min),
     "reduce_window_max": _pool(lax.max, -math.inf),
     "reduce_window_min": _pool(lax.min, math.inf),
-    "select_and_gather_add": _gathers,
+    "select_and_gather_add": lambda eqn: _gather if _is_unrolled(eqn) else None,
     "select_and_scatter_add": _scatters,
 }
