@@ -1249,7 +1249,7 @@ _OF_WHOLE_BATCHES = (
     Fault(
         "padding in losses that look across examples",
         f"{_TRAINING}/row_check.py",
-        "        if not mixing.padded and not is_empty and not undefined:",
+        "        if not mixing.padded and not is_empty and not undefined and not clipped:",
         "        if mixing is not None:",
         _GENERATOR,
         likely="chosen",
