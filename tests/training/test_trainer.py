@@ -593,29 +593,35 @@ STATEFUL = [{"x": np.arange(36.0, dtype=np.float32).reshape(12, 3) % 5 / 5}] * 2
 class Stateful(nnx.Module):
     """State that changes in each step, whatever the batch, as in BYOL."""
 
-    def __init__(self):
+    def __init__(self, has_example_keys):
         self.w, self.key = nnx.Param(jnp.ones(3)), nnx.Variable(jax.random.key(0))
         self.raw_key = nnx.Variable(jax.random.PRNGKey(0))
+        self.has_example_keys = has_example_keys
         self.average, self.steps = nnx.Variable(jnp.zeros(3)), nnx.Variable(jnp.int32(0))
         self.both, self.rngs = nnx.Variable(jnp.zeros(3)), nnx.Rngs(0)
         self.seen = mirror.Variable(0, synchronization="on_read", aggregation="sum")
 
     def __call__(self, x):
-        for key in (self.key, self.raw_key):
-            key[...] = jax.random.split(key[...])[0]
+        self.raw_key[...] = jax.random.split(self.raw_key[...])[0]
+        self.key[...], key = jax.random.split(self.key[...])
+        noise = jnp.zeros(len(x))
+        if self.has_example_keys:
+            noise = jax.vmap(jax.random.normal)(mirror.example_keys(key, x))
         self.average[...] = (self.average[...] + jax.lax.stop_gradient(self.w[...])) / 2
         self.steps[...] += 1
         self.both[...] = self.both[...] / 2 + self.average[...]
         self.seen.assign_add(len(x))
         self.rngs.params()
-        return x @ (self.w + self.both[...]) / self.steps[...]
+        return x @ (self.w + self.both[...]) / self.steps[...] + noise
 
 
-def test_state_that_depends_on_no_example_changes_once_in_a_step():
+@rows("has_example_keys", [True, False])
+def test_state_that_depends_on_no_example_changes_once_in_a_step(has_example_keys):
+    """Also keys of which each example has its own; else the pieces would draw the same numbers."""
     states = []
     for n, pieces in ((1, 1), (1, 2), (2, 3)):
         options = {"strategy": cpu_strategy(n), "accumulate_steps": pieces}
-        model = Stateful()
+        model = Stateful(has_example_keys)
         fit(mirror.Trainer(model, optax.sgd(0.1), lambda m, b: m(b["x"]) ** 2, **options), STATEFUL)
         assert model.steps[...] == len(STATEFUL)
         assert model.seen[...] == 12 * len(STATEFUL)
@@ -623,7 +629,7 @@ def test_state_that_depends_on_no_example_changes_once_in_a_step():
         states.append([model.w[...], model.average[...], model.both[...]])
         for key in (model.key[...], jax.random.wrap_key_data(model.raw_key[...])):
             first = jax.random.key(0)
-            for _ in range(pieces * len(STATEFUL)):
+            for _ in range((1 if has_example_keys else pieces) * len(STATEFUL)):
                 first = jax.random.split(first)[0]
             assert key == first
     for found in states:

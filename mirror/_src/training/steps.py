@@ -415,22 +415,23 @@ def _accumulated(gradients: Callable[..., Gradients], num_pieces: int) -> Callab
 def _changed_once(program: ClosedJaxpr, state: PyTree) -> set[int]:
     """Returns the leaves of the state that change once in a step, not in each piece of a batch.
 
-    Their new values depend on no example, such as an average of weights. Random keys and counts
-    change in each piece, which draws other numbers, and metrics count its examples.
+    Their new values depend on no example, such as an average of weights. Random counts change in
+    each piece, which draws other numbers; so do keys, unless the examples have keys of their own.
+    Metrics count the examples of each piece.
 
     Args:
-        program: Program of a piece. The state comes first, also in the results.
+        program: Program of a piece. The state comes first, also in the results, and then the
+            positions of the examples, for `mirror.example_keys`.
         state: The state.
     """
     variables = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     types = [type(x) for x in variables for _ in jax.tree.leaves(x)]
     values = zip(types, program.jaxpr.invars, program.jaxpr.outvars, strict=False)
     changed = {i for i, (_, before, after) in enumerate(values) if before is not after}
-    once = {
-        i
-        for i in changed
-        if not (issubclass(types[i], _IN_EACH_PIECE) or _is_random_key(program.in_avals[i]))
-    }
+    positions = program.jaxpr.invars[len(types)]
+    is_kept = any(atom is positions for eqn in program.jaxpr.eqns for atom in eqn.invars)
+    once = {i for i in changed if not issubclass(types[i], _IN_EACH_PIECE)}
+    once = {i for i in once if is_kept or not _is_random_key(program.in_avals[i])}
     examples, dependent = range(len(types), len(program.jaxpr.invars)), {-1}
     while dependent:
         pairs = [(i, o) for o in once for i in (*examples, *(changed - once))]
