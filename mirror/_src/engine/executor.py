@@ -111,7 +111,9 @@ class MeshProgram(CompiledProgram):
         """See `CompiledProgram`. If launches are bounded, the last output is a token."""
         arguments = [*leaves, *self._more]
         program = self._compiled
-        if self._is_fixed:  # `jax.jit` would compile again for other weak types
+        checks_numbers = jax.config.jax_debug_nans or jax.config.jax_debug_infs
+        # `jax.jit` would compile again for other weak types, but it alone names what makes a NaN.
+        if self._is_fixed and not checks_numbers:
             self.compile()
             program = self._executable
         start = functools.partial(launch, program, arguments, outputs, self._described)
