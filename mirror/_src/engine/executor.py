@@ -111,7 +111,7 @@ class MeshProgram(CompiledProgram):
         """See `CompiledProgram`. If launches are bounded, the last output is a token."""
         arguments = [*leaves, *self._more]
         program = self._compiled
-        checks_numbers = jax.config.jax_debug_nans or jax.config.jax_debug_infs
+        checks_numbers = jax.debug_nans.value or jax.debug_infs.value
         # `jax.jit` would compile again for other weak types, but it alone names what makes a NaN.
         if self._is_fixed and not checks_numbers:
             self.compile()
