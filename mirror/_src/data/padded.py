@@ -28,7 +28,7 @@ from mirror._src.data.source import (
     StatefulPass,
 )
 from mirror._src.devices.replicas import ReplicaDevices
-from mirror._src.engine.per_replica import PerReplica, is_per_replica, per_replica
+from mirror._src.engine.per_replica import PerReplica, is_per_replica
 
 
 class PaddedBatch(NamedTuple):
@@ -97,7 +97,7 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
         require_int("multiple", plan.multiple)
         require_int("group", plan.group)
         require_int("skip", plan.skip, 0)
-        self._plan, self._group = plan, plan.group
+        self._plan, self._group, self._on_host = plan, plan.group, plan.on_host
         self._most: int | None = None
 
     def read_at_most(self, num_batches: int | None) -> None:
@@ -150,17 +150,12 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
         masks = [batch.mask(full) for batch in group]
         first = batches[0]
         if self._group == 1:
-            place = self._in_numpy if self._plan.on_host else self._on_replicas
-            return first.map(place), place(masks[0])
+            return first.map(self._on_replicas), self._on_replicas(masks[0])
         _require_same_shapes(batches)
         columns = zip(*(batch.leaves for batch in batches), strict=True)
         leaves = [self._stacked(column) for column in columns]
         masks += [np.zeros_like(masks[0])] * (self._group - len(batches))
         return first.treedef.unflatten(leaves), self._stacked(masks)
-
-    def _in_numpy(self, leaf: Any) -> PerReplica:
-        n, dtype = self._num_rows, _on_devices(leaf).dtype
-        return per_replica(np.array(leaf, dtype).reshape(n, len(leaf) // n, *leaf.shape[1:]))
 
     def _stacked(self, column: Any) -> PerReplica:
         """Stacks a leaf of a group to `(n, k, b, ...)`; the last batch fills a short group."""
@@ -170,7 +165,7 @@ class PaddedDataset(DistributedDatasetBase[PaddedBatch]):
         filled = itertools.chain(column, itertools.repeat(column[-1]))
         for i, leaf in zip(range(self._group), filled, strict=False):
             rows[:, i] = np.asarray(leaf).reshape(n, shape[0] // n, *shape[1:])
-        return per_replica(rows) if self._plan.on_host else self._placed_rows(rows)
+        return self._placed_rows(rows)
 
     def _shapes(self) -> PaddedBatch:
         self._require_known_size()

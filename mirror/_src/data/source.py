@@ -14,7 +14,7 @@ from mirror._src.base.naming import warn_user
 from mirror._src.base.optional import require
 from mirror._src.base.types import PyTree
 from mirror._src.data.arrays import ArrayDataset
-from mirror._src.data.batches import host_batch
+from mirror._src.data.batches import host_batch, shape_on_devices
 from mirror._src.data.foreign import advice, copied
 from mirror._src.data.input import Pass, global_passes
 from mirror._src.data.local_input import local_passes
@@ -239,7 +239,7 @@ class DistributedDatasetBase(abc.ABC, Generic[B]):
     ) -> None:
         require_int("prefetch", prefetch, 0)
         self._source, self._replicas, self._prefetch = source, replicas, prefetch
-        self._is_local = is_local
+        self._is_local, self._on_host = is_local, False
         self._num_rows = len(replicas.local_ids if is_local else replicas)
         self._start = (local_passes if is_local else global_passes)(replicas)
         self._spec: Any = None
@@ -253,7 +253,12 @@ class DistributedDatasetBase(abc.ABC, Generic[B]):
 
     @final
     def _placed_rows(self, rows: Any) -> PerReplica:
-        """Puts each row of a `(num_rows, *shape)` array on the device of its replica."""
+        """Puts each row of a `(num_rows, *shape)` array on the device of its replica.
+
+        A dataset on the host copies them in NumPy, in their dtype on the devices.
+        """
+        if self._on_host:
+            return per_replica(np.array(rows, shape_on_devices(rows.shape, rows.dtype).dtype))
         if self._is_local:
             return per_replica(self._replicas.stack_local(np.asarray(rows)))
         return per_replica(self._replicas.stack(rows))
