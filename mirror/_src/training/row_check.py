@@ -237,9 +237,7 @@ class RowCheck:
         program = self._program(step, model, padded)[0]
 
         def differs() -> bool:
-            batch, mask = self._first_rows(padded, _MOST_REPLICAS)
-            batch = jax.tree.map(lambda x: x[mask][None, :_MOST_ROWS], batch)
-            ones = np.ones((1, min(mask.sum(), _MOST_ROWS)), bool)
+            batch, ones = self._first_examples(padded)
 
             def padding(x: np.ndarray) -> np.ndarray:
                 return np.concatenate([x, x[:, -1:].repeat(2, 1)], 1)
@@ -271,6 +269,12 @@ class RowCheck:
         batch, mask = jax.tree.map(stacked, *parts)
         return batch, mask
 
+    def _first_examples(self, padded: PaddedBatch) -> tuple[PyTree, np.ndarray]:
+        """Returns a few examples, as rows of one replica, and the mask that selects them all."""
+        batch, mask = self._first_rows(padded, _MOST_REPLICAS)
+        batch = jax.tree.map(lambda x: x[mask][None, :_MOST_ROWS], batch)
+        return batch, np.ones((1, min(mask.sum(), _MOST_ROWS)), bool)
+
     def _sums(self, step: Step, model: Any, batch: PyTree, mask: np.ndarray) -> list[float]:
         """Returns the sums over the examples of what a step computes of each; 0 for the rest.
 
@@ -282,9 +286,6 @@ class RowCheck:
             batch: Rows of one replica, which one device computes, or of each.
             mask: Which rows are examples.
         """
-        runner = self._strategy._single_runner() if len(mask) == 1 else self._strategy._runner
-        arguments = jax.tree.map(lambda x: PerReplica(list(x)), (batch, mask))
-        found = runner.run(step, (*copy_of([model]), *arguments), {})
 
         def total(x: Any) -> float:
             values = np.asarray(x.stacked if is_per_replica(x) else [x] * len(mask))
@@ -292,7 +293,14 @@ class RowCheck:
             # Not losses, but predictions: they may be centered.
             return float(np.sum(rows if rows.ndim == 1 else np.abs(rows), dtype=float))
 
+        found = self._run(step, model, batch, mask)
         return list(map(total, jax.tree.leaves(found, is_leaf=is_per_replica)))
+
+    def _run(self, step: Step, model: Any, batch: PyTree, mask: np.ndarray) -> Any:
+        """Returns what a step computes with a copy of the model; see `_sums`."""
+        runner = self._strategy._single_runner() if len(mask) == 1 else self._strategy._runner
+        arguments = jax.tree.map(lambda x: PerReplica(list(x)), (batch, mask))
+        return runner.run(step, (*copy_of([model]), *arguments), {})
 
     def warn_of_training_mode(self, step: Step, model: nnx.Module, padded: PaddedBatch) -> None:
         """Warns if an evaluation is in training mode, because the model's call has it as argument.
@@ -435,20 +443,16 @@ class RowCheck:
             rules = [eqn for eqn in eqns if eqn.primitive.name == CUSTOM_VJP]
             if not rules or not self._is_reproducible(eqns):
                 return ()
-            batch, mask = self._first_rows(padded, _MOST_REPLICAS)
-            batch = jax.tree.map(lambda x: x[mask][None, :_MOST_ROWS], batch)
-            ones = np.ones(min(mask.sum(), _MOST_ROWS), bool)
+            batch, ones = self._first_examples(padded)
 
-            def gradient(ones: np.ndarray) -> np.ndarray:
-                rows = jax.tree.map(lambda x: np.resize(x, (1, len(ones), *x.shape[2:])), batch)
-                arguments = jax.tree.map(lambda x: PerReplica(list(x)), (rows, ones[None]))
-                runner = self._strategy._single_runner()
-                found = runner.run(self._gradients, (*copy_of([model]), *arguments), {})
+            def gradient(mask: np.ndarray) -> np.ndarray:
+                rows = jax.tree.map(lambda x: np.resize(x, (*mask.shape, *x.shape[2:])), batch)
+                found = self._run(self._gradients, model, rows, mask)
                 values = [np.asarray(x.stacked if is_per_replica(x) else x) for x in found]
-                return np.concatenate([np.ravel(x).astype(complex) for x in values]) * len(ones)
+                return np.concatenate([np.ravel(x).astype(complex) for x in values]) * mask.size
 
             try:
-                whole, half = gradient(ones), gradient(np.concatenate([ones, ~ones]))
+                whole, half = gradient(ones), gradient(np.concatenate([ones, ~ones], 1))
             except Exception:  # of a loss that requires other numbers of rows
                 return ()
             is_clipped = np.abs(whole - half).max() > 0.01 * np.abs(whole).max()
