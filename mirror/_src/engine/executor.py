@@ -111,9 +111,8 @@ class MeshProgram(CompiledProgram):
         """See `CompiledProgram`. If launches are bounded, the last output is a token."""
         arguments = [*leaves, *self._more]
         program = self._compiled
-        checks_numbers = jax.debug_nans.value or jax.debug_infs.value
         # `jax.jit` would compile again for other weak types, but it alone names what makes a NaN.
-        if self._is_fixed and not checks_numbers:
+        if self._is_fixed and not (jax.debug_nans.value or jax.debug_infs.value):
             self.compile()
             program = self._executable
         start = functools.partial(launch, program, arguments, outputs, self._described)
@@ -448,7 +447,7 @@ def _compiler_options(
     return options or None
 
 
-def meetings(
+def collectives_and_callbacks(
     program: Program,
 ) -> Iterator[tuple[str, JaxprEqn, Sequence[Any], Sequence[JaxprEqn]]]:
     """Yields the collectives and host callbacks of a program, in its order, once in a loop.
@@ -468,7 +467,7 @@ def sites_of(program: Program) -> list[Site]:
     """Returns the collectives and host callbacks of a program, in its order."""
     return [
         Site(kind, line_within(eqn, around), eqn, is_callback(eqn))
-        for kind, eqn, _, around in meetings(program)
+        for kind, eqn, _, around in collectives_and_callbacks(program)
     ]
 
 

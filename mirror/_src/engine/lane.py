@@ -14,12 +14,13 @@ from mirror._src.devices.replicas import Kind, ReplicaDevices
 from mirror._src.devices.transfer import NoMesh, UnstackedArrays, copies_of, with_axis
 from mirror._src.engine.executor import MeshExecutor, MeshProgram, ReplicaProgram
 from mirror._src.engine.per_replica import rows_on_devices
+from mirror._src.jaxprs.text import SMALL_INTEGERS
 from mirror._src.jaxprs.trace import struct_of
 from mirror._src.passes.lower import lowered, rules_for
 from mirror._src.passes.program import Constant, Value
 from mirror._src.passes.staged import StagedJaxpr
 
-_SUB_BYTE = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
+_SUB_BYTE = (*SMALL_INTEGERS, "float4_e2m1fn")
 
 
 class Lane:

@@ -23,7 +23,7 @@ from mirror._src.engine.executor import (
     Executor,
     MeshProgram,
     ReplicaProgram,
-    meetings,
+    collectives_and_callbacks,
 )
 from mirror._src.engine.nnx.structure import follow
 from mirror._src.engine.per_replica import PerReplica
@@ -197,7 +197,7 @@ def _communication(program: Program) -> list[tuple[str, str]]:
     A collective in a loop counts once.
     """
     operands: dict[str, list[Any]] = {}
-    for kind, eqn, sent, _ in meetings(program):
+    for kind, eqn, sent, _ in collectives_and_callbacks(program):
         if not is_callback(eqn):
             operands.setdefault(kind, []).extend(atom.aval for atom in sent)
     return [

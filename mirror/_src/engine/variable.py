@@ -126,7 +126,7 @@ class Variable(nnx.Variable[Any]):
         **metadata: Any,
     ) -> None:
         Variable.in_use = True
-        for argument in metadata.keys() & _TENSORFLOW_ARGUMENTS:
+        for argument in filter(_TENSORFLOW_ARGUMENTS.__contains__, metadata):
             raise TypeError(
                 f"Variable({argument}=...) exists in TensorFlow only. Omit it; a variable keeps "
                 "the shape and dtype that it is created with."

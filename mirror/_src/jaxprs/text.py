@@ -39,7 +39,7 @@ def fingerprint(leaf: Array) -> Array:
     return jnp.stack([jnp.sum(bits * weight), jnp.sum(mixed ^ (mixed >> 16))])
 
 
-_SMALL_INTEGERS = ("int2", "uint2", "int4", "uint4")
+SMALL_INTEGERS = ("int2", "uint2", "int4", "uint4")
 
 
 def _bits(leaf: Array) -> Array:
@@ -48,7 +48,7 @@ def _bits(leaf: Array) -> Array:
         leaf = jax.random.key_data(leaf)
     if jnp.iscomplexobj(leaf):
         leaf = jnp.stack([leaf.real, leaf.imag])
-    if leaf.dtype == jnp.bool_ or leaf.dtype.name in _SMALL_INTEGERS:
+    if leaf.dtype == jnp.bool_ or leaf.dtype.name in SMALL_INTEGERS:
         return leaf.astype(jnp.int32).astype(jnp.uint32)
     if leaf.dtype.name == "float4_e2m1fn":  # two elements share a byte, so there is no bitcast
         leaf = leaf.astype(jnp.float32)
