@@ -134,10 +134,6 @@ CASES = {
         dtype="bfloat16",
     ),
 }
-if jax.__version_info__ < (0, 11):
-    CASES["dense, kernel's gradient"] = Case(
-        "convolutions._in_chunks", _conv, [(128, 32, 32, 3), (3, 3, 3, 32)], 1
-    )
 
 
 def _gradient(fn: Callable[..., Array], number: int, *args: Array) -> Array:

@@ -79,14 +79,14 @@ def test_imports_have_no_cycles():
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
     "base": Size(1114, 14, 14),
-    "devices": Size(2031, 16, 26),
+    "devices": Size(2043, 17, 26),
     "cluster": Size(1173, 7, 20),
     "jaxprs": Size(3244, 16, 30),
-    "passes": Size(2682, 16, 33),
-    "engine": Size(5220, 31, 64),
+    "passes": Size(2666, 16, 33),
+    "engine": Size(5224, 31, 64),
     "inspection": Size(2074, 9, 22),
     "data": Size(1400, 10, 25),
-    "keras": Size(499, 5, 5),
+    "keras": Size(500, 5, 5),
     "strategy": Size(956, 6, 10),
     "training": Size(5859, 32, 64),
     "ps": Size(3603, 20, 67),

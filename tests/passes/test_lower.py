@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -200,15 +201,8 @@ def random_convolution(rng):
     return fn, x, w
 
 
-def in_chunks(conv):
-    """Returns half of the examples, also for gradients that XLA computes fast."""
-    return conv.channels // 2 if len(conv.kernel) == 2 and conv.channels % 2 == 0 else 0
-
-
 @pytest.mark.parametrize("seeds", SEEDS)
-@rows("at_once", [lower.convolutions._examples_at_once, in_chunks])
-def test_convolutions_and_their_gradients(subtests, monkeypatch, at_once, seeds):
-    monkeypatch.setattr(lower.convolutions, "_examples_at_once", at_once)
+def test_convolutions_and_their_gradients(subtests, seeds):
     for seed in seeds:
         with subtests.test(msg=str(seed)):
             rng = np.random.RandomState(seed)
@@ -226,33 +220,6 @@ def test_convolutions_and_their_gradients(subtests, monkeypatch, at_once, seeds)
                 x, w, dy = (np.stack([v, 1 + v]) if axis == 0 else v for v, axis in pairs)
                 value_and_gradients = jax.vmap(value_and_gradients, mapped)
             require_close(value_and_gradients, x, w, dy)
-
-
-@rows(
-    "images, features, chunks",
-    {
-        "golbin's second layer": ((64, 13, 13, 64), 128, 4),
-        "half of its batch": ((32, 13, 13, 64), 128, 2),
-        "each example": ((2, 60, 60, 32), 64, 2),
-        "no even chunks": ((61, 13, 13, 64), 128, 0),
-        "few positions": ((64, 6, 6, 256), 256, 0),
-        "few features": ((64, 13, 13, 256), 16, 0),
-        "few products": ((64, 13, 13, 4), 32, 0),
-    },
-)
-def test_gradients_of_dense_kernels_in_chunks(images, features, chunks):
-    """Only in JAX 0.10 is XLA's convolution faster with fewer examples."""
-    rng = np.random.RandomState(0)
-    x = rng.randint(-4, 5, images).astype(np.float32)  # whose sums are not rounded
-    w = np.zeros((3, 3, images[-1], features), np.float32)
-
-    def gradient(x, w):
-        return jax.grad(lambda w: convolution(x, w).sum())(w)
-
-    eqns = equations(jax.make_jaxpr(lowered(gradient, RULES))(x, w).jaxpr)
-    lengths = [e.params["length"] for e in eqns if e.primitive.name == "scan"]
-    assert lengths == ([chunks] if chunks and jax.__version_info__ < (0, 11) else [])
-    require_close(gradient, x, w)
 
 
 def require_close(fn, *args):
@@ -558,3 +525,32 @@ def test_proof_does_not_depend_on_the_table(monkeypatch, two):
 
 def gradient_step(x):
     return mirror.all_reduce("mean", jax.grad(net)(x, ARGS[1]))
+
+
+def wide_convolution(x):
+    return lax.conv_general_dilated(x, WIDE, (1, 1), "VALID", dimension_numbers=LAST)
+
+
+def dense_with_sums(x):
+    weights = jax.nn.softmax(x @ WIDE[0, 0])
+    return jnp.tanh(weights @ WIDE[1, 1].T).sum(-1)
+
+
+WIDE, LAST = np.ones((3, 3, 64, 64), np.float32), ("NHWC", "HWIO", "NHWC")
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 13), reason="not measured")
+@rows("make", {name: make for name, make in EXECUTORS.items() if name != "staged"})
+def test_convolutions_do_not_use_a_library_with_one_thread(monkeypatch, make):
+    def text(fn):
+        strategy = make()
+        rows = mirror.PerReplica([np.ones((2, 13, 13, 64), np.float32)] * len(own(strategy).values))
+        compiled = inside.lowered(strategy, fn, (rows,)).compile().as_text()
+        return re.sub(r", (metadata|backend_config)=.*|^ *\d+ \{.*", "", compiled, flags=re.M)
+
+    fast, dense = text(wide_convolution), text(dense_with_sums)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_experimental_ynn_fusion_type=")
+    assert "convolution(" in fast
+    assert "ynn_fusion" not in fast
+    assert "ynn_fusion" in text(wide_convolution)
+    assert text(dense_with_sums) == dense

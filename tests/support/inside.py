@@ -132,7 +132,7 @@ def lowered_keras_step(model: Any, batch: Any) -> str:
         model.metrics_variables,
     )
     state = tuple([variable.value for variable in group] for group in groups)
-    return jax.jit(model.train_function.compiled).lower(state, batch).as_text()
+    return model.train_function.compiled.lower(state, batch).as_text()
 
 
 def messages() -> ModuleType:

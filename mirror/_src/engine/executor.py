@@ -38,6 +38,7 @@ from mirror._src.jaxprs.trace import abstract, abstract_row, context_token
 from mirror._src.passes.callbacks import CallbackGuard, is_callback
 from mirror._src.passes.collective_rules import Reduction
 from mirror._src.passes.evaluate import Lowering, Rules
+from mirror._src.passes.lower import compiler_options
 from mirror._src.passes.on_device import CALLED_SEQUENTIALLY, OnDevice, Vectorized, vectorized
 from mirror._src.passes.order import COMPILER_OPTIONS, Turns
 from mirror._src.passes.program import Program, Settings
@@ -433,7 +434,9 @@ def _compiler_options(
     replicas: ReplicaDevices, has_races: bool, scatters: bool
 ) -> dict[str, Any] | None:
     """Returns XLA's options for one program; `None` for devices that need no options."""
-    options: dict[str, Any] = dict(COMPILER_OPTIONS) if replicas.in_turn else {}
+    options: dict[str, Any] = dict(compiler_options(replicas))
+    if replicas.in_turn:
+        options |= COMPILER_OPTIONS
     if not replicas.on_gpus:
         return options or None
     if replicas.in_turn:

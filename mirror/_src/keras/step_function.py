@@ -25,7 +25,7 @@ from mirror._src.devices.launches import Described
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.engine.per_replica import brief, is_per_replica
 from mirror._src.keras.owners import Owner
-from mirror._src.passes.lower import lowered, rules_for
+from mirror._src.passes.lower import compiler_options, lowered, rules_for
 
 _last_step: ContextVar[list[Any] | None] = ContextVar("_last_step", default=None)
 """The last step of the innermost open loop: its step function, the state that it takes and donates,
@@ -235,7 +235,8 @@ class StepFunction:
         rules = rules_for(replicas) if self._is_compiled else {}
         # What Keras has compiled becomes a part of the program that the pass `lower` rewrites.
         self._lowered = lowered(self._made_step, rules)
-        self.compiled = jax.jit(self._with_token, donate_argnums=0)
+        options = dict(compiler_options(replicas))
+        self.compiled = jax.jit(self._with_token, donate_argnums=0, compiler_options=options)
         self._is_bounded = replicas.on_host and is_needed()
         self._launched: set[Hashable] = set()
         self._mirroring: set[Hashable] = set()

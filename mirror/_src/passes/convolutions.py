@@ -3,8 +3,7 @@
 XLA:CPU has a fast kernel (Eigen's) for dense convolutions of one or two dimensions; it computes
 groups, three dimensions and some kernel gradients in scalar loops (JAX 0.10.2 and 0.12.0.1,
 float32). The comments in `_form_of` give the ratio of the times. Sums are rounded in another order:
-results differ by at most 1e-6 of the largest one; by up to 2e-5 where XLA adds all positions one
-after another (`_in_chunks`), with 3 to 10 times the error of the replacement.
+results differ by at most 1e-6 of the largest one.
 
 Delete a form when `tests/passes/test_lower_speed.py` says so.
 """
@@ -201,38 +200,6 @@ def _channels_last(conv: _Convolution, x: Any, w: Any) -> Any:
     return conv.result(bind(conv.eqn, [conv.x(x), conv.w(w)], **params)[0])
 
 
-def _in_chunks(conv: _Convolution, x: Any, w: Any) -> Any:
-    """Gradient of a dense kernel: sums over a few examples, then the next ones, in a loop."""
-    size = _examples_at_once(conv)
-    (c, n, *s), (o, i, *k) = conv.lhs, conv.rhs
-    examples = _move(x, (n, *s, c)), _move(w, (i, *k, o))
-    chunks = [lax.reshape(a, (len(a) // size, size, *a.shape[1:])) for a in examples]
-    params = {**conv.params, "dimension_numbers": _last_of(x.ndim - 1)}
-
-    def add(total: Any, chunk: Any) -> Any:
-        operands = [jnp.swapaxes(chunk[0], 0, -1), jnp.moveaxis(chunk[1], 0, -2)]
-        return lax.add(total, *bind(conv.eqn, operands, **params)), None
-
-    zeros = jnp.zeros((conv.batch, *conv.places, conv.features), conv.avals[2].dtype)
-    return conv.result(lax.scan(add, zeros, chunks)[0])
-
-
-def _examples_at_once(conv: _Convolution) -> int:
-    """Returns the size of the chunks of a kernel's gradient; 0 if XLA is fast enough.
-
-    XLA multiplies (kernel, positions of all examples) by (positions, features), and is slower from
-    3500 positions on; fastest with 1024 to 2048 at once. JAX 0.11.2 and 0.12.0.1 are fast enough.
-    """
-    examples, positions = conv.channels, math.prod(conv.kernel)
-    products = examples * positions * conv.features * conv.batch * math.prod(conv.places)
-    is_large = examples * positions >= 3500 and conv.features >= 32 and products >= 1e8
-    if jax.__version_info__ >= (0, 11) or not is_large or len(conv.kernel) != 2:
-        return 0
-    fast = range(1024, max(2048, positions) + 1)
-    sizes = (n for n in range(1, examples) if examples % n == 0 and n * positions in fast)
-    return max(sizes, default=0)
-
-
 def _last_of(last: int) -> lax.ConvDimensionNumbers:
     """Returns the positions of batch, channels and space in the layout with the channels last."""
     around = (0, last, *range(1, last))
@@ -270,8 +237,6 @@ def _form_of(conv: _Convolution) -> _Form | None:
     is_special = places == 1 or max(conv.params["lhs_dilation"], default=1) > 1
     if conv.groups == 1 and is_gradient and is_special and places <= _MOST_TERMS:
         return _per_place  # of 1x1 and of transposed convolutions: 1.6 to 2.7, 4 to 5 times
-    if conv.groups == 1 and is_gradient and _examples_at_once(conv):
-        return _in_chunks  # from 32 features and 3500 positions: 1.0 to 2.3 times
     return _layout_of(conv)
 
 

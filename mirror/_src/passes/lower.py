@@ -9,7 +9,7 @@ Law: `tests/passes/test_lower.py`: same values as `jax.lax`; at night, each rule
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,6 +23,11 @@ from mirror._src.passes.evaluate import Lowering, Rules
 
 VARIABLE = "MIRROR_LOWERING"
 _BY_PLATFORM: dict[str, Rules] = {"CPU": {**extremes.RULES, **convolutions.RULES}}
+
+# XLA's library YNN computes large convolutions in one thread, which takes up to 3.4 times as long
+# on one device (JAX 0.10.2; not 0.11.2 and 0.12.0.1). The default without them:
+_YNN = "xla_cpu_experimental_ynn_fusion_type"
+_WITHOUT_YNN_CONVOLUTIONS = {_YNN: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"}
 
 
 def setting() -> str:
@@ -41,6 +46,13 @@ def rules_for(replicas: ReplicaDevices) -> Rules:
     """Returns the rules for programs on these devices, which are of one type."""
     table = _BY_PLATFORM.get(backend.type_of(replicas.devices[0]), {})
     return {} if setting() == "xla" else table
+
+
+def compiler_options(replicas: ReplicaDevices) -> Mapping[str, str]:
+    """Returns XLA's options for programs on these devices, unless the user sets them."""
+    is_set = setting() == "xla" or _YNN in os.environ.get("XLA_FLAGS", "")
+    is_slow = jax.__version_info__ < (0, 13) and backend.type_of(replicas.devices[0]) == "CPU"
+    return _WITHOUT_YNN_CONVOLUTIONS if is_slow and not is_set else {}
 
 
 def lowered(fn: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
