@@ -24,7 +24,7 @@ from tests.support.tables import rows
 
 estimate_memory, memory, workload_module = inside.memory_estimates()
 without_arrays, Workload = estimate_memory.without_arrays, workload_module.Workload
-Estimate, estimate_row = estimate_memory.Estimate, estimate_memory.estimate_row
+Estimate, estimate = estimate_memory.Estimate, estimate_memory.estimate
 memory_report = memory.memory_report
 COUNTED, Kind = memory.COUNTED, memory.Kind
 MemoryGroup, MemoryReport = memory.MemoryGroup, memory.MemoryReport
@@ -165,9 +165,9 @@ def test_estimate_equals_the_compiled_memory(rows, subtests):
 def check_estimate(step, name):
     make, kinds_of = STEPS[step]
     strategy = layout(name)
-    row = estimate_row(step, workload(make), strategy)
-    assert row.allocated_bytes == 0
-    found = row.report
+    before = jax.live_arrays()
+    found = estimate(step, workload(make), strategy)
+    assert {id(array) for array in jax.live_arrays()} <= set(map(id, before))
     assert found.is_estimate
     with strategy.scope():
         fn, args = make(strategy)
@@ -197,8 +197,8 @@ def check_estimate(step, name):
 def test_donated_state_is_overwritten(step):
     make, _ = STEPS[step]
     strategy = layout("2")
-    beside = estimate_row(step, workload(make), strategy).report
-    over = estimate_row(step, workload(make), strategy, (0,)).report
+    beside = estimate(step, workload(make), strategy)
+    over = estimate(step, workload(make), strategy, (0,))
     state = [k for k in COUNTED if k in (Kind.PARAMETERS, Kind.OPTIMIZER_STATE, Kind.OTHER_STATE)]
     assert beside.result_bytes - over.result_bytes == sum(
         (over.by_kind[kind] or 0) for kind in state
@@ -219,12 +219,11 @@ def test_estimate_supports_models_larger_than_any_device():
         grads = nnx.grad(lambda model: model(batch["x"]).mean())(model)
         optimizer.update(model, mirror.all_reduce("mean", grads))
 
-    row = estimate_row("large", make, layout("2"))
-    assert row.allocated_bytes == 0
-    assert row.report.by_kind[Kind.PARAMETERS] == 4 * size**2
-    assert row.report.by_kind[Kind.OPTIMIZER_STATE] == 2 * 4 * size**2 + 2 * 4
-    assert row.report.by_kind[Kind.BATCH] == 4 * 4 * size
-    assert "TiB" in str(row.report) or "GiB" in str(row.report)
+    found = estimate("large", make, layout("2"))
+    assert found.by_kind[Kind.PARAMETERS] == 4 * size**2
+    assert found.by_kind[Kind.OPTIMIZER_STATE] == 2 * 4 * size**2 + 2 * 4
+    assert found.by_kind[Kind.BATCH] == 4 * 4 * size
+    assert "TiB" in str(found) or "GiB" in str(found)
 
 
 def test_estimate_counts_sharded_state_per_device():
@@ -297,9 +296,9 @@ def test_estimate_keeps_weak_types():
     with strategy.scope():
         step, args, _ = make(strategy)
     compiled = strategy._runner.lower(step, args, {}).compile().memory_analysis()
-    found = estimate_row("weak", make, strategy).report
+    found = estimate("weak", make, strategy)
     assert found.result_bytes == compiled.output_size_in_bytes - compiled.alias_size_in_bytes
-    arrays = jax.tree.leaves(without_arrays("weak", make, strategy).args)
+    arrays = jax.tree.leaves(without_arrays("weak", make, strategy)[1])
     assert sorted(array.declared.weak_type for array in arrays) == [False, True]
 
 
@@ -407,7 +406,7 @@ def test_explain_contains_the_memory_report(two):
         model, optimizer = nnx_net(two)[1]
     data = two.distribute_dataset([BATCH] * 4)
     found = two.explain(models.nnx_step, (model, optimizer), data=data, steps=2)
-    estimated = estimate_row("net", workload(nnx_net), two).report
+    estimated = estimate("net", workload(nnx_net), two)
     assert found.memory.by_kind == estimated.by_kind
     assert (
         found.to_dict()["memory"]["bytes"]["parameters"]
@@ -464,7 +463,6 @@ def test_command_accepts_all_forms_of_a_step(name, own, capsys):
     assert row["bytes"]["parameters"] == 32
     assert row["bytes"]["optimizer_state"] == 72
     assert row["bytes"]["batch"] == 48 + mask
-    assert row["allocated_bytes"] == 0
     assert row["platform"] == "cpu"
 
 
@@ -487,13 +485,6 @@ def test_named_steps_grow_with_the_batch(capsys):
     assert rows[1]["batch"] == 8 * rows[0]["batch"]
     assert rows[1]["temporaries"] > rows[0]["temporaries"]
     assert rows[1]["parameters"] == rows[0]["parameters"]
-
-
-def test_command_reports_allocated_arrays(own, capsys):
-    found = estimated(capsys, f"{own}:allocates", "--devices", "1")
-    assert found["rows"][0]["allocated_bytes"] == 1024
-    notes = [note for note in found["notes"] if f"{own}:allocates" in note]
-    assert_message("\n".join(notes), values="1.0 KiB")
 
 
 def line_of(code: str) -> str:
@@ -618,16 +609,16 @@ def test_importing_mirror_does_not_import_the_command_line():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* differs from one device")
 def test_estimate_of_several_device_counts_is_one_table():
-    rows = tuple(estimate_row("net", workload(nnx_net), layout(name)) for name in ("1", "2"))
-    found = Estimate("net", False, rows)
+    reports = tuple(estimate("net", workload(nnx_net), layout(name)) for name in ("1", "2"))
+    found = Estimate("net", False, reports)
     assert [row[0] for row in found.table.rows] == ["1", "2"]
     assert len(set(found.notes)) == len(found.notes)
 
 
 def test_estimate_uses_batches_that_take_no_memory():
     """A batch is represented by a `PerReplica` that takes no memory."""
-    found = without_arrays("net", workload(nnx_net), layout("2"))
-    batch = found.args[-1]
+    _, args = without_arrays("net", workload(nnx_net), layout("2"))
+    batch = args[-1]
     leaves = jax.tree.leaves(batch, is_leaf=lambda x: isinstance(x, mirror.PerReplica))
     assert all(isinstance(leaf, mirror.PerReplica) for leaf in leaves)
     assert {leaf.stacked.base is not None for leaf in leaves} == {True}

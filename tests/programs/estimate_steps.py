@@ -90,14 +90,6 @@ def forgetful(strategy):
     return step, objects(), [BATCH]
 
 
-def allocates(strategy):
-    import jax
-
-    with jax.ensure_compile_time_eval():
-        w = jnp.ones(256)
-    return lambda w: w + 1, (w,)
-
-
 def raises(strategy):
     raise KeyError("weights")
 

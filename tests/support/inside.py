@@ -719,7 +719,7 @@ def compiled_step(
     donate_argnums: tuple[int, ...] = (),
 ) -> jax.stages.Compiled:
     """The program of a step for devices that only compile, made as for `mirror estimate-memory`."""
-    step, args, _ = estimate_memory.without_arrays(
+    step, args = estimate_memory.without_arrays(
         "the step", lambda each: workload._custom("the step", make, each, False), strategy
     )
     examined = strategy._runner.examined_without_arrays(step, args, donate_argnums)

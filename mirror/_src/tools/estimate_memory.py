@@ -9,14 +9,14 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
 from mirror._src.base import interrupts
-from mirror._src.base.errors import bytes_in_words, counted, describe
+from mirror._src.base.errors import counted, describe
 from mirror._src.base.terminal import Report, Table
 from mirror._src.base.tracebacks import is_users, place
 from mirror._src.base.types import StepFunction
@@ -56,21 +56,9 @@ _NUMPY = os.path.dirname(np.__file__) + os.sep
 _GPU_COUNTS = (1, 8)
 
 
-class AbstractWorkload(NamedTuple):
-    """A step with arguments that take no memory.
-
-    Attributes:
-        step: The step.
-        args: Its arguments, including the batch, with a `StandIn` for each array.
-        allocated_bytes: Bytes of the device arrays that were allocated nevertheless.
-    """
-
-    step: StepFunction
-    args: tuple[Any, ...]
-    allocated_bytes: int
-
-
-def without_arrays(text: str, make: MakeWorkload, strategy: Strategy) -> AbstractWorkload:
+def without_arrays(
+    text: str, make: MakeWorkload, strategy: Strategy
+) -> tuple[StepFunction, tuple[Any, ...]]:
     """Makes a workload inside a trace, where an array is only a shape and a dtype.
 
     Args:
@@ -78,12 +66,14 @@ def without_arrays(text: str, make: MakeWorkload, strategy: Strategy) -> Abstrac
         make: Makes the workload of a strategy.
         strategy: The argument of `make`.
 
+    Returns:
+        The step, and its arguments with the batch, with a `StandIn` for each array.
+
     Raises:
         WorkloadError: If `make` reads the value of an array, allocates more memory than the machine
             has, returns per-replica values of different shapes, or returns a step that uses
             variables which are not among its arguments.
     """
-    before = set(map(id, jax.live_arrays()))
     made: list[Any] = []
 
     def in_trace() -> list[Any]:
@@ -112,8 +102,7 @@ def without_arrays(text: str, make: MakeWorkload, strategy: Strategy) -> Abstrac
     if data is not None:
         assert isinstance(data, DistributedDatasetBase), "a workload's data are distributed"
         args = (*args, jax.tree.map(lambda s: per_replica(_stand_in(s)), data.element_spec))
-    allocated = sum(a.nbytes for a in jax.live_arrays() if id(a) not in before)
-    return AbstractWorkload(step, args, allocated)
+    return step, args
 
 
 def _stand_in(struct: Any) -> StandIn:
@@ -191,19 +180,6 @@ def _line(error: BaseException) -> str:
     return "an unknown line"
 
 
-@dataclass(frozen=True)
-class Row:
-    """Estimate of a step on one number of devices.
-
-    Attributes:
-        report: Bytes per device.
-        allocated_bytes: Bytes that the user's function allocated on devices.
-    """
-
-    report: MemoryReport
-    allocated_bytes: int
-
-
 @dataclass(frozen=True, repr=False)
 class Estimate(Report):
     """Bytes per device of a step that was not executed.
@@ -211,17 +187,12 @@ class Estimate(Report):
     Attributes:
         step: Name of the step.
         weak: Whether the batch is the same per replica, rather than in total.
-        rows: One row per number of devices, in increasing order.
+        reports: One report per number of devices, in increasing order.
     """
 
     step: str
     weak: bool
-    rows: tuple[Row, ...]
-
-    @property
-    def reports(self) -> list[MemoryReport]:
-        """One report per number of devices."""
-        return [row.report for row in self.rows]
+    reports: tuple[MemoryReport, ...]
 
     @property
     def heading(self) -> str:
@@ -243,12 +214,6 @@ class Estimate(Report):
             "The peak estimate is the sum of all rows, an upper bound: not all arrays are alive at "
             "the same time."
         )
-        allocated = max(row.allocated_bytes for row in self.rows)
-        if allocated:
-            notes.append(
-                f"{self.step} allocated {bytes_in_words(allocated)} on devices. Arrays created "
-                "inside the function with jax.numpy or jax.random take no memory."
-            )
         return notes
 
     def _parts(self) -> list[Table | list[str] | str]:
@@ -262,17 +227,14 @@ class Estimate(Report):
             "step": self.step,
             "scaling": "weak" if self.weak else "strong",
             "jax": jax.__version__,
-            "rows": [
-                {**row.report.to_dict(), "allocated_bytes": row.allocated_bytes}
-                for row in self.rows
-            ],
+            "rows": [report.to_dict() for report in self.reports],
             "notes": self.notes,
         }
 
 
-def estimate_row(
+def estimate(
     text: str, make: MakeWorkload, strategy: Strategy, donate_argnums: Sequence[int] = ()
-) -> Row:
+) -> MemoryReport:
     """Returns the bytes per device of a workload on the devices of a strategy; executes nothing.
 
     Args:
@@ -285,10 +247,10 @@ def estimate_row(
         WorkloadError: If `make` or its step reads the value of an array.
         ReplicaDivergenceError: If `strategy.run` would raise it.
     """
-    step, args, allocated = without_arrays(text, make, strategy)
+    step, args = without_arrays(text, make, strategy)
     with escapes_explained(text):
         examined = strategy._runner.examined_without_arrays(step, args, tuple(donate_argnums))
-    return Row(memory_report(examined, strategy._replicas), allocated)
+    return memory_report(examined, strategy._replicas)
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -296,22 +258,22 @@ def run(parsed: argparse.Namespace) -> int:
     try:
         strategies = _strategies(parsed)
         make = workload_of(parsed.step, parsed.batch_size, parsed.weak)
-        rows = []
+        reports = []
         for strategy in strategies:
             interrupts.check()
             kind = f"{parsed.gpu} GPU" if parsed.gpu else "device"
             on = counted(len(dict.fromkeys(strategy.devices)), kind)
             print(f"compiling {parsed.step} for {on}", file=sys.stderr, flush=True)
-            rows.append(estimate_row(parsed.step, make, strategy, parsed.donate))
+            reports.append(estimate(parsed.step, make, strategy, parsed.donate))
     except (OptionError, WorkloadError, GpuCompilerError) as error:
         return report_error("estimate-memory", str(error), USAGE_ERROR)
     except Exception as error:
         return report_step_failure("estimate-memory", parsed.step, error)
-    estimate = Estimate(parsed.step, parsed.weak, tuple(rows))
+    found = Estimate(parsed.step, parsed.weak, tuple(reports))
     if parsed.json:
-        print(json.dumps(estimate.to_dict(), indent=2))
+        print(json.dumps(found.to_dict(), indent=2))
     else:
-        print_report(str(estimate))
+        print_report(str(found))
     return 0
 
 
