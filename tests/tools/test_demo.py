@@ -255,7 +255,7 @@ def test_failed_checks_set_the_exit_status(monkeypatch, capsys):
 @rows("equal", [True, False])
 @rows("same", [True, False])
 def test_demo_succeeds_when_both_checks_pass(equal, same):
-    verified = run.StepCheck(same, 1e-7, 1e-5)
+    verified = {"same": same, "largest": 1e-7, "rtol": 1e-5}
     outcome = run.Outcome(("/device:CPU:0",), 0.98, 3.0, mirror.History(), equal, verified)
     assert outcome.passed == outcome.to_dict()["passed"] == (equal and same)
 

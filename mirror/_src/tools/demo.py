@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
@@ -126,21 +126,6 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class StepCheck:
-    """Comparison of a step on all replicas with the same step on one device.
-
-    Attributes:
-        same: Whether both compute the same.
-        largest: The largest relative difference; `None` if they differ.
-        rtol: The largest difference allowed; `None` if they differ.
-    """
-
-    same: bool
-    largest: float | None
-    rtol: float | None
-
-
-@dataclass(frozen=True)
 class Outcome:
     """Results of the demo.
 
@@ -150,7 +135,8 @@ class Outcome:
         seconds: Duration of the training.
         history: Loss and accuracy of every epoch.
         replicas_equal: Whether all replicas hold bitwise equal parameters and optimizer state.
-        step: Comparison of a step with one device.
+        step: Comparison of a step with one device: whether both are the `"same"`, and the
+            `"largest"` relative difference and the one allowed (`"rtol"`) if they are.
     """
 
     devices: tuple[str, ...]
@@ -158,12 +144,12 @@ class Outcome:
     seconds: float
     history: mirror.History
     replicas_equal: bool
-    step: StepCheck
+    step: dict[str, Any]
 
     @property
     def passed(self) -> bool:
         """Whether both checks passed."""
-        return self.replicas_equal and self.step.same
+        return self.replicas_equal and self.step["same"]
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the results as numbers, text and lists, for JSON."""
@@ -173,7 +159,7 @@ class Outcome:
             "test_accuracy": self.test_accuracy,
             "seconds": self.seconds,
             "replicas_equal": self.replicas_equal,
-            "same_step_as_one_device": asdict(self.step),
+            "same_step_as_one_device": self.step,
             "history": self.history.to_dict(),
         }
 
@@ -253,13 +239,13 @@ def _check_equal(strategy: mirror.Strategy, trainer: mirror.Trainer) -> bool:
     return True
 
 
-def _check_step(trainer: mirror.Trainer, data: Digits, batch_size: int) -> StepCheck:
+def _check_step(trainer: mirror.Trainer, data: Digits, batch_size: int) -> dict[str, Any]:
     """Checks that a step on all replicas equals a step of one device on the whole batch."""
     try:
         report = trainer.verify(data, batch_size=batch_size, rtol=_RTOL)
     except mirror.VerifyError as error:
         _print_check("same step as on one device", passed=False, details=f"\n{error}")
-        return StepCheck(False, None, None)
+        return {"same": False, "largest": None, "rtol": None}
     details = f" (largest relative difference {report.largest:.1e}, allowed {report.rtol:g})"
     _print_check("same step as on one device", passed=True, details=details)
-    return StepCheck(True, report.largest, report.rtol)
+    return {"same": True, "largest": report.largest, "rtol": report.rtol}
