@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from mirror._src.base.errors import bytes_in_words
 from mirror._src.base.optional import install_command, version_of
-from mirror._src.base.supported import JAX, Range, base_version
+from mirror._src.base.supported import BEYOND, LEAST, base_version
 from mirror._src.devices.jax_options import HOST_DEVICES_FLAG
 from mirror._src.devices.physical import (
     driver_version,
@@ -23,11 +23,11 @@ from mirror._version import __version__
 CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", *CUDA_PLUGINS, "nvidia-ml-py")
 SUPPORTED = {
-    "python": Range("3.11"),
-    "jax": JAX,
-    "jaxlib": JAX,
-    "flax": Range("0.12.8"),
-    "optax": Range("0.2.8"),
+    "python": "3.11",
+    "jax": LEAST,
+    "jaxlib": LEAST,
+    "flax": "0.12.8",
+    "optax": "0.2.8",
 }
 _NO_DEADLOCKS = Version("0.12")
 _LEAST_DRIVER = {"jax-cuda12-plugin": 525, "jax-cuda13-plugin": 580}
@@ -82,8 +82,8 @@ def check_versions(versions: dict[str, str]) -> Iterator[Check]:
     Args:
         versions: The installed versions by name.
     """
-    for name, supported in SUPPORTED.items():
-        yield _check_range(name, versions.get(name), supported)
+    for name, least in SUPPORTED.items():
+        yield _check_range(name, versions.get(name), least)
     if "jaxlib" in versions:
         yield _check_deadlock(versions["jaxlib"])
         for plugin in CUDA_PLUGINS:
@@ -91,16 +91,16 @@ def check_versions(versions: dict[str, str]) -> Iterator[Check]:
                 yield _check_plugin(plugin, versions)
 
 
-def _check_range(name: str, version: str | None, supported: Range) -> Check:
-    install = f'pip install "{name}>={supported.least}"'
+def _check_range(name: str, version: str | None, least: str) -> Check:
+    install = f'pip install "{name}>={least}"'
     if name == "python":
-        install = f"Install Python {supported.least} or newer, and mirror for it."
-    if version is None or base_version(version) < Version(supported.least):
-        meaning = f"mirror requires {supported.least} or newer."
+        install = f"Install Python {least} or newer, and mirror for it."
+    if version is None or base_version(version) < Version(least):
+        meaning = f"mirror requires {least} or newer."
         return Check(name, "problem", version or "not installed", meaning, install)
-    if supported.beyond is not None and base_version(version) >= Version(supported.beyond):
-        meaning = f"mirror is not tested with {supported.beyond} or newer."
-        return Check(name, "warning", version, meaning, f'pip install "{name}<{supported.beyond}"')
+    if name in ("jax", "jaxlib") and base_version(version) >= Version(BEYOND):
+        meaning = f"mirror is not tested with {BEYOND} or newer."
+        return Check(name, "warning", version, meaning, f'pip install "{name}<{BEYOND}"')
     return Check(name, "ok", version)
 
 
