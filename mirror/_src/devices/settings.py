@@ -229,7 +229,7 @@ def get_num_cpu_threads() -> int:
     """
     with lock:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        count = HOST_THREADS.value
+        count = HOST_THREADS.value or os.environ.get("NPROC")  # which XLA reads, too
         if started():
             devices = len(devices_of_type("CPU"))
         else:

@@ -9,9 +9,9 @@ import jax
 
 from mirror._src.base.errors import VerifyError, counted, first_line
 from mirror._src.devices import backend
-from mirror._src.devices.backend import starting
 from mirror._src.devices.device_checks import all_reduce_fault, p2p_settings
 from mirror._src.devices.jax_options import PLATFORMS, names_gpus
+from mirror._src.devices.settings import get_num_cpu_threads
 from mirror._src.strategy.mirrored import MirroredStrategy
 from mirror._src.tools import devices as inventory
 from mirror._src.tools.builtin_steps import make_builtin_step
@@ -62,12 +62,8 @@ def _steps() -> Iterator[tuple[str, Callable[[], Check | Iterable[Check]]]]:
 def start() -> BackendInfo:
     """Starts the backend as `mirror.MirroredStrategy()` does; without a GPU, on host devices."""
     fixed_by = force_host_devices(NUM_HOST_DEVICES)
-    with starting():
-        pool_size = os.environ.get("PJRT_NPROC") or os.environ.get("NPROC") or ""
-        devices = backend.default_devices()
-    num_hosts = len(backend.devices_of_type("CPU"))
-    num_threads = max(int(pool_size) if pool_size.isdecimal() else os.cpu_count() or 1, num_hosts)
-    return BackendInfo(devices, fixed_by is None and _on_host(devices), num_threads)
+    devices = backend.default_devices()
+    return BackendInfo(devices, fixed_by is None and _on_host(devices), get_num_cpu_threads())
 
 
 def check_backend(info: BackendInfo) -> Iterator[Check]:
