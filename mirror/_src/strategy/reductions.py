@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,58 +18,49 @@ from mirror._src.devices.launch import is_needed, launch, wait_for
 from mirror._src.devices.launches import Described
 from mirror._src.devices.replicas import Kind, ReplicaDevices
 from mirror._src.devices.transfer import ENABLE_64_BITS, any_deleted, require_fits
+from mirror._src.engine.arguments import hoist_nested
 from mirror._src.engine.in_step import bind_all_reduce
-from mirror._src.engine.nnx.structure import is_object
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 from mirror._src.engine.reduce_op import ReduceOp, prepare, wrapped
 from mirror._src.engine.replica_context import current_frame
+from mirror._src.inspection.measurement import with_objects
 
 
-class _Parts(NamedTuple):
-    """A tree without its arrays: `joined` puts others in their place."""
+def _split(tree: Any) -> tuple[Callable[[Sequence[Any]], Any], list[Any]]:
+    """Returns the arrays of a tree, first the ones in nnx objects, and how to put in others.
 
-    leaves: list[Any]
-    treedef: Any
-    graphdef: Any
-    state: Any
+    The function makes new nnx objects.
+    """
+    objects, ((tree,), _) = hoist_nested((tree,), {})
+    graphdef, state = nnx.split(tuple(objects))
+    inner, of_state = jax.tree.flatten(state)
+    leaves, treedef = jax.tree.flatten(tree)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
+    arrays = [*inner, *(leaves[i] for i in places)]
+    count, fixed = len(inner), [None if i in places else x for i, x in enumerate(leaves)]
 
-    def joined(self, arrays: Sequence[Any]) -> Any:
-        """Returns the tree, with new nnx objects, of these arrays."""
-        rest = iter(arrays)
-        objects = iter(nnx.merge(self.graphdef, jax.tree.map(lambda _: next(rest), self.state)))
-        leaves = (next(rest) if leaf is _ARRAY else leaf for leaf in self.leaves)
-        return self.treedef.unflatten(next(objects) if x is _OBJECT else x for x in leaves)
+    def joined(arrays: Sequence[Any]) -> Any:
+        new = list(fixed)
+        for i, array in zip(places, arrays[count:], strict=True):
+            new[i] = array
+        objects = nnx.merge(graphdef, of_state.unflatten(arrays[:count]))
+        return with_objects(treedef.unflatten(new), list(objects))
 
-
-_ARRAY, _OBJECT = object(), object()
-
-
-def _split(tree: Any) -> tuple[_Parts, list[Any]]:
-    """Returns a tree without its arrays, and the arrays, first the ones in nnx objects."""
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_object)
-    graphdef, state = nnx.split([leaf for leaf in leaves if is_object(leaf)])
-    arrays = jax.tree.leaves(state)
-    for i, leaf in enumerate(leaves):
-        if is_object(leaf):
-            leaves[i] = _OBJECT
-        elif isinstance(leaf, jax.Array | np.ndarray):
-            arrays.append(leaf)
-            leaves[i] = _ARRAY
-    return _Parts(leaves, treedef, graphdef, jax.tree.map(lambda _: 0, state)), arrays
+    return joined, arrays
 
 
 def create(
     replicas: ReplicaDevices, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Implements `Strategy.init`."""
-    given, arrays = _split((tuple(args), dict(kwargs)))
-    made: list[_Parts] = []
+    join_given, arrays = _split((tuple(args), dict(kwargs)))
+    made: list[Callable[[Sequence[Any]], Any]] = []
 
     def build(*arrays: Any) -> list[Any]:
-        args, kwargs = given.joined(arrays)
-        parts, results = _split(fn(*args, **kwargs))
+        args, kwargs = join_given(arrays)
+        join_made, results = _split(fn(*args, **kwargs))
         advanced = _split((args, kwargs))[1]  # random streams among the arguments
-        made[:] = [parts]
+        made[:] = [join_made]
         token = jnp.zeros((), jnp.int32)  # an output that is never donated
         return [*results, *advanced[: len(arrays)], token]
 
@@ -85,13 +76,10 @@ def create(
     launch(program, placed, outputs, described, bounded=bounded, compiles=True)
     wait_for(outputs)
     count = len(outputs) - len(arrays) - 1
-    before = [x for x in jax.tree.leaves((args, kwargs), is_leaf=is_object) if is_object(x)]
-    if before:
-        new = given.joined(outputs[count:-1])
-        after = [x for x in jax.tree.leaves(new, is_leaf=is_object) if is_object(x)]
-        for old, advanced in zip(before, after, strict=True):
-            nnx.update(old, nnx.state(advanced))
-    return made[0].joined(outputs[:count])
+    new = hoist_nested(*join_given(outputs[count:-1])).objects
+    for old, advanced in zip(hoist_nested(args, kwargs).objects, new, strict=True):
+        nnx.update(old, nnx.state(advanced))
+    return made[0](outputs[:count])
 
 
 Axes = tuple[int, ...] | None
