@@ -84,7 +84,6 @@ from mirror._src.tools.doctor import check, environment, probes, ray_nodes
 from mirror._src.tools.doctor import command as doctor_command
 from mirror._src.tools.doctor import distributed as doctor_distributed
 from mirror._src.tools.plugin import support as plugin_support
-from mirror._src.tools.plugin import timeout as plugin_timeout
 from mirror._src.training import agreed_stop as training_agreed_stop
 from mirror._src.training import inputs as training_inputs
 from mirror._src.training import losses as training_losses
@@ -508,11 +507,6 @@ def launcher() -> tuple[ModuleType, type[Exception]]:
 def starter() -> ModuleType:
     """What starts the processes of `mirror launch` and of the plugin, for processes of tests."""
     return job
-
-
-def timeout_of_tests() -> ModuleType:
-    """The timeout of the pytest plugin, which reads the log of XLA."""
-    return plugin_timeout
 
 
 def optional_packages() -> ModuleType:

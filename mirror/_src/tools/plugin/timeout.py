@@ -9,7 +9,6 @@ a test. `faulthandler.dump_traceback_later` uses a thread in C that does not nee
 import contextlib
 import faulthandler
 import os
-import re
 import sys
 import threading
 import traceback
@@ -22,7 +21,6 @@ from mirror._src.tools.plugin.marks import MARKED_SECS, SETTINGS, mark_keywords,
 
 _LAUNCHES = "mirror._src.devices.launches"
 GRACE_SECS = 5.0  # time for the report, after which faulthandler ends the process
-_WAITS_IN_XLA = re.compile(r"waiting for `(.*?)` for .*? and may be stuck\. Expected (\d+) threads")
 _deadline = pytest.StashKey[contextlib.ExitStack]()
 
 
@@ -101,7 +99,7 @@ def _report(item: pytest.Item, secs: float) -> Iterator[str]:
     out, err = _captured(item.config)
     texts = {"output": out, "error": err}
     lines = [f"{f' captured standard {n} ':-^80}\n{text}" for n, text in texts.items() if text]
-    replicas = [*_arrivals(err), *_launches()]
+    replicas = list(_launches())
     lines += ["State of the replicas:", *replicas, ""] if replicas else []
     lines += [f"{failure}. Change it with mark.mirror(timeout=...) or --mirror-timeout."]
     yield "\n".join([*lines, "=" * 80])
@@ -121,17 +119,6 @@ def _captured(config: pytest.Config) -> tuple[str, str]:
     if manager is None or not manager.is_globally_capturing():
         return "", ""
     return manager.read_global_capture()
-
-
-def _arrivals(text: str) -> Iterator[str]:
-    """Yields how many replicas wait in each collective, according to XLA's log.
-
-    XLA numbers them in the order of their arrival, not by replica.
-    """
-    waits = _WAITS_IN_XLA.findall(text)
-    for collective, expected in dict.fromkeys(waits):
-        count = waits.count((collective, expected))
-        yield f"  XLA: {count} of {expected} replicas wait in {collective} (XLA does not say which)"
 
 
 def _launches() -> Iterator[str]:
