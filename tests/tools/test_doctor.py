@@ -62,14 +62,10 @@ def test_doctor_isolates_a_flag_that_crashes_the_process(ahead):
     assert_message(rest[0]["found"], values=[4, os.cpu_count()])
 
 
-def started(num_threads: int = 8):
-    return probes.start()._replace(num_threads=num_threads)
-
-
 @pytest.fixture(scope="module")
 def on_eight_devices():
     """Returns what the probes print in this process, where threads have been counted before."""
-    here = started()
+    here = probes.start()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probes, "start", lambda: here)
         return [json.loads(json.dumps(line)) for line in probes.run()]
@@ -128,7 +124,8 @@ POOLS = {  # threads, cores, state
 def test_doctor_reports_an_oversized_thread_pool(case, monkeypatch):
     num_threads, cores, state = POOLS[case]
     monkeypatch.setattr(probes.os, "cpu_count", lambda: cores)
-    check = probes.check_pool(started(num_threads))
+    monkeypatch.setattr(probes, "get_num_cpu_threads", lambda: num_threads)
+    check = probes.check_pool(probes.start())
     assert check.state == state
     assert_message(check.found, values=[num_threads, 8, cores])
     assert bool(check.fix) == (state != "ok")
@@ -137,7 +134,8 @@ def test_doctor_reports_an_oversized_thread_pool(case, monkeypatch):
 def test_one_host_device_uses_a_pool_of_its_cores(monkeypatch):
     monkeypatch.setattr(probes.backend, "devices_of_type", lambda kind: (1,))
     monkeypatch.setattr(probes.os, "cpu_count", lambda: 2)
-    check = probes.check_pool(started(2))
+    monkeypatch.setattr(probes, "get_num_cpu_threads", lambda: 2)
+    check = probes.check_pool(probes.start())
     assert check.state == "ok"
     assert_message(check.found, values=2)
 
@@ -145,12 +143,12 @@ def test_one_host_device_uses_a_pool_of_its_cores(monkeypatch):
 @rows("asked", ["12", "", "many"])
 def test_nproc_widens_the_thread_pool(asked, monkeypatch):
     monkeypatch.setenv("NPROC", asked)
-    assert probes.start().num_threads >= (12 if asked == "12" else 8)
+    assert mirror.config.get_num_cpu_threads() >= (12 if asked == "12" else 8)
 
 
 @pytest.mark.parametrize("kind", ["CPU", "GPU"])
 def test_failed_all_reduce_is_a_problem(kind, monkeypatch):
-    here = started()
+    here = probes.start()
     monkeypatch.setattr(probes, "all_reduce_fault", lambda devices, secs: "it got 3 for 4")
     monkeypatch.setattr(probes.backend, "type_of", lambda device: kind)
     check = probes.check_all_reduce(here)
@@ -159,7 +157,7 @@ def test_failed_all_reduce_is_a_problem(kind, monkeypatch):
 
 
 def test_one_device_skips_the_collective_check():
-    one = started()._replace(devices=started().devices[:1])
+    one = probes.start()._replace(devices=probes.start().devices[:1])
     check = probes.check_all_reduce(one)
     assert check.state == "ok"
     assert_message(check.found, fix="device")
@@ -170,7 +168,7 @@ def test_differing_step_is_a_problem(monkeypatch, two):
         raise mirror.VerifyError("1 of 9 leaves differ:\n  model.kernel")
 
     monkeypatch.setattr(mirror.Strategy, "verify", mismatched)
-    check = probes.check_step(started()._replace(devices=two.devices))
+    check = probes.check_step(probes.start()._replace(devices=two.devices))
     assert (check.state, check.found) == ("problem", "1 of 9 leaves differ:")
 
 
@@ -206,7 +204,7 @@ NOTES = {
 @rows("case", list(NOTES))
 def test_unused_gpus_are_a_problem_unless_intended(case, monkeypatch):
     note, platforms, kind, state, fix = NOTES[case]
-    here = started()
+    here = probes.start()
     monkeypatch.setattr(probes.inventory, "inventory", lambda: {"notes": [note]})
     monkeypatch.setattr(type(probes.PLATFORMS), "value", platforms)
     monkeypatch.setattr(probes.backend, "type_of", lambda device: kind)

@@ -3,7 +3,6 @@
 import argparse
 import functools
 import gc
-import json
 import math
 import os
 import statistics
@@ -352,10 +351,7 @@ def run(parsed: argparse.Namespace) -> int:
         if isinstance(error, ModuleNotFoundError) and error.name == "matplotlib":
             return report_error("bench", str(error), USAGE_ERROR)
         return report_step_failure("bench", parsed.step, error)
-    if parsed.json:
-        print(json.dumps(scaling.to_dict(), indent=2))
-    else:
-        print_report(str(scaling))
+    print_report(scaling, as_json=parsed.json)
     if parsed.plot is not None:
         scaling.plot(parsed.plot)
         print(f"picture: {parsed.plot}", file=sys.stderr)

@@ -1,8 +1,10 @@
 """Host devices, error messages and checks that several commands share."""
 
+import json
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -17,9 +19,12 @@ HOST_COUNTS = (1, 2, 4)
 NUM_HOST_DEVICES = HOST_COUNTS[-1]
 
 
-def print_report(text: str) -> None:
+def print_report(report: Any, *, as_json: bool) -> None:
     """Prints a report; in a terminal with colors, its first paragraph, the heading, is colored."""
-    heading, blank, rest = text.partition("\n\n")
+    if as_json:
+        print(json.dumps(report.to_dict(), indent=2))
+        return
+    heading, blank, rest = str(report).partition("\n\n")
     print("\n".join(paint(line, "cyan") for line in heading.split("\n")) + blank + rest)
 
 

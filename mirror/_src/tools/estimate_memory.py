@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import linecache
 import os
 import sys
@@ -269,11 +268,7 @@ def run(parsed: argparse.Namespace) -> int:
         return report_error("estimate-memory", str(error), USAGE_ERROR)
     except Exception as error:
         return report_step_failure("estimate-memory", parsed.step, error)
-    found = Estimate(parsed.step, parsed.weak, tuple(reports))
-    if parsed.json:
-        print(json.dumps(found.to_dict(), indent=2))
-    else:
-        print_report(str(found))
+    print_report(Estimate(parsed.step, parsed.weak, tuple(reports)), as_json=parsed.json)
     return 0
 
 

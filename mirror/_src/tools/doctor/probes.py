@@ -30,12 +30,10 @@ class BackendInfo(NamedTuple):
     Attributes:
         devices: The default devices.
         forced: Whether they are host devices that this check created.
-        num_threads: Number of threads that all host devices share.
     """
 
     devices: tuple[jax.Device, ...]
     forced: bool
-    num_threads: int
 
 
 def run(secs: float = 0.0) -> Iterator[dict[str, Any]]:
@@ -63,7 +61,7 @@ def start() -> BackendInfo:
     """Starts the backend as `mirror.MirroredStrategy()` does; without a GPU, on host devices."""
     fixed_by = force_host_devices(NUM_HOST_DEVICES)
     devices = backend.default_devices()
-    return BackendInfo(devices, fixed_by is None and _on_host(devices), get_num_cpu_threads())
+    return BackendInfo(devices, fixed_by is None and _on_host(devices))
 
 
 def check_backend(info: BackendInfo) -> Iterator[Check]:
@@ -81,7 +79,7 @@ def check_backend(info: BackendInfo) -> Iterator[Check]:
 
 def check_pool(info: BackendInfo) -> Check:
     """Checks that the thread pool of the host devices is not wider than useful."""
-    count, threads = len(backend.devices_of_type("CPU")), info.num_threads
+    count, threads = len(backend.devices_of_type("CPU")), get_num_cpu_threads()
     users = f" for {counted(count, 'host device')}" if _on_host(info.devices) else ""
     finding = f"{threads}{users} on {os.cpu_count()} cores"
     if threads <= max(os.cpu_count() or 1, count):
