@@ -252,8 +252,6 @@ def _host_devices(environment: Mapping[str, str], count: int) -> dict[str, str]:
             if setting.startswith("XLA_FLAGS"):
                 fix = f"Remove {_FLAG} from XLA_FLAGS"
             raise OptionError(f"--devices {count} contradicts {setting}. {fix}, or omit --devices.")
-    if count >= 10_000:
-        _say(f"JAX starts a thread for each of {count:,} host devices, which can take minutes.")
     return {_HOST_DEVICES: str(count)}
 
 
