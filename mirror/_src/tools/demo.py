@@ -83,9 +83,6 @@ def make_strategy(options: argparse.Namespace) -> mirror.MirroredStrategy:
     devices, per_device = _devices(options.devices), options.replicas_per_device
     if options.executor == "vmap":  # the same number of replicas, all on the first device
         return mirror.MirroredStrategy(devices[:1], replicas_per_device=len(devices) * per_device)
-    if options.executor == "staged":
-        ops = mirror.ReductionToOneDevice()
-        return mirror.MirroredStrategy(devices, ops, replicas_per_device=per_device)
     kinds = dict.fromkeys(map(backend.type_of, devices))
     if options.executor == "pmap" and (per_device > 1 or len(kinds) > 1):
         why = f"{per_device} replicas per device" if per_device > 1 else " and ".join(kinds)
@@ -93,7 +90,8 @@ def make_strategy(options: argparse.Namespace) -> mirror.MirroredStrategy:
             f"--executor pmap requires one replica per device and devices of a single type, got "
             f"{why}. Omit --executor to use one that supports them."
         )
-    return mirror.MirroredStrategy(devices, replicas_per_device=per_device)
+    ops = mirror.ReductionToOneDevice() if options.executor == "staged" else None
+    return mirror.MirroredStrategy(devices, ops, replicas_per_device=per_device)
 
 
 def _devices(wanted: int | tuple[str, ...] | None) -> tuple[jax.Device, ...]:

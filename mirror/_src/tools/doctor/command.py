@@ -106,7 +106,10 @@ def run_checks(
     if others is None:
         yield from check_in_child(os.environ)
     else:
-        yield from check_others_in_child(others, os.environ, secs)
+        # The checks join the job or Ray, which variables of this environment describe.
+        limit = _STAGES * secs + _CHILD_SECS
+        result = _run_code(_CHECKS, os.environ, others, str(secs), limit=limit)
+        yield from findings(result, _OTHERS if others == "distributed" else _RAY_LOGS)
 
 
 class ProbeResult(NamedTuple):
@@ -135,21 +138,6 @@ def check_in_child(environment: Mapping[str, str]) -> Iterator[Check]:
         kept = [flag for flag in environment["XLA_FLAGS"].split() if flag not in flags]
         result = probe({**environment, "XLA_FLAGS": " ".join(kept)})
     yield from findings(result)
-
-
-def check_others_in_child(
-    module: str, environment: Mapping[str, str], secs: float
-) -> Iterator[Check]:
-    """Yields the results of the checks of a job, or of Ray, which the subprocess joins.
-
-    Args:
-        module: `"distributed"` or `"ray_nodes"`.
-        environment: Environment variables, which describe the job; `TF_CONFIG` may describe Ray's.
-        secs: How long to wait for the others in each check.
-    """
-    limit = _STAGES * secs + _CHILD_SECS
-    result = _run_code(_CHECKS, environment, module, str(secs), limit=limit)
-    yield from findings(result, _OTHERS if module == "distributed" else _RAY_LOGS)
 
 
 def inventory_in_child(environment: Mapping[str, str]) -> dict[str, Any] | str:
