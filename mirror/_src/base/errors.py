@@ -140,6 +140,12 @@ def require_callable(name: str, value: Any, fix: str) -> None:
         raise TypeError(expected(name, value, "callable", fix))
 
 
+def require_bool(name: str, value: Any) -> None:
+    """Rejects an argument that is not a bool, by a `TypeError`."""
+    if not isinstance(value, bool):
+        raise TypeError(expected(name, value, "True or False"))
+
+
 def require_int(name: str, value: Any, least: int = 1, fix: str = "") -> None:
     """Rejects an argument that is not an integer of at least `least`.
 

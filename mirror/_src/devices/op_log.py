@@ -38,7 +38,7 @@ from typing import Any
 import jax
 from jax.extend.core import get_opaque_trace_state, set_current_trace, take_current_trace
 
-from mirror._src.base.errors import describe, expected
+from mirror._src.base.errors import describe, require_bool
 from mirror._src.base.tracebacks import line_of_user
 from mirror._src.devices.backend import logical_name, names, place
 
@@ -216,8 +216,7 @@ def set_log_device_placement(enabled: bool) -> None:
     >>> x = jnp.ones(2) + 1  # logs one line per op, with its device
     >>> set_log_device_placement(False)
     """
-    if not isinstance(enabled, bool):
-        raise TypeError(expected("enabled", enabled, "True or False"))
+    require_bool("enabled", enabled)
     current = _current_trace()
     if not isinstance(current, _LogTrace) and current is not eager_trace():
         raise RuntimeError(

@@ -14,7 +14,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from mirror._src.base.compile_cache import DIRECTORY, LEAST_SECS, cache_options
-from mirror._src.base.errors import InvalidDeviceError, counted, expected, require_int
+from mirror._src.base.errors import InvalidDeviceError, counted, expected, require_bool, require_int
 from mirror._src.base.naming import warn_user
 from mirror._src.devices import jax_options
 from mirror._src.devices.backend import (
@@ -383,7 +383,7 @@ def set_memory_growth(device: PhysicalDevice, enable: bool) -> None:
     ValueError: Memory growth is available for GPUs only, not for /physical_device:CPU:0. ...
     """
     device = _require_gpu(require_physical(device))
-    _require_bool("enable", enable)
+    require_bool("enable", enable)
     with lock:
         configured = jax_options.current()
         if device in configured.logical:
@@ -427,7 +427,7 @@ def set_soft_device_placement(enabled: bool) -> None:
     >>> set_soft_device_placement(False)
     """
     global _soft
-    _require_bool("enabled", enabled)
+    require_bool("enabled", enabled)
     _soft = enabled
 
 
@@ -546,11 +546,6 @@ def _require_gpu(device: PhysicalDevice) -> PhysicalDevice:
             "mirror.config.list_physical_devices('GPU')."
         )
     return device
-
-
-def _require_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(expected(name, value, "True or False"))
 
 
 def _grows(preallocate: str) -> bool:
