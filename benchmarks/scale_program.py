@@ -109,7 +109,7 @@ def make(width: int, strategy: mirror.Strategy) -> Workload:
 def examine(width: int, *, compiles: bool) -> dict[str, Any]:
     """Lowers and compiles the step on all host devices of this process."""
     strategy = strategy_of_processes()
-    name, args, _ = without_arrays("step", functools.partial(make, width), strategy)
+    name, args = without_arrays("step", functools.partial(make, width), strategy)
     start = time.perf_counter()
     examined = strategy._runner.examined_without_arrays(name, args, (0,))
     lowered = examined.lowered

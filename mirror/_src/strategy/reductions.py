@@ -33,6 +33,8 @@ def _split(tree: Any) -> tuple[Callable[[Sequence[Any]], Any], list[Any]]:
     """
     objects, ((tree,), _) = hoist_nested((tree,), {})
     graphdef, state = nnx.split(tuple(objects))
+    of_state: Any
+    treedef: Any
     inner, of_state = jax.tree.flatten(state)
     leaves, treedef = jax.tree.flatten(tree)
     places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
@@ -77,7 +79,7 @@ def create(
     wait_for(outputs)
     count = len(outputs) - len(arrays) - 1
     new = hoist_nested(*join_given(outputs[count:-1])).objects
-    for old, advanced in zip(hoist_nested(args, kwargs).objects, new, strict=True):
+    for old, advanced in zip(hoist_nested(args, dict(kwargs)).objects, new, strict=True):
         nnx.update(old, nnx.state(advanced))
     return made[0](outputs[:count])
 
