@@ -566,7 +566,7 @@ def test_gradients_are_scattered_in_buckets_on_gpus(monkeypatch, types, flags, n
     monkeypatch.setenv("XLA_FLAGS", flags)
     with pretended_types(types), compiler_options() as options:
         train(cpu_strategy(4, shard="optimizer"), optax.adam(1e-2), steps=1)
-    assert options == [{BUCKETS: 30 * 2**20 // 4}] * number
+    assert [each for each in options if BUCKETS in each] == [{BUCKETS: 30 * 2**20 // 4}] * number
 
 
 def test_shard_must_be_one_of_the_words():

@@ -554,14 +554,6 @@ _OF_EXECUTORS = (
         is_slow=True,
     ),
     Fault(
-        "the kernel's gradient of a dense convolution, of the last examples only",
-        "mirror/_src/passes/convolutions.py",
-        "lax.add(total, *bind(conv.eqn, operands, **params))",
-        "bind(conv.eqn, operands, **params)[0]",
-        ("tests/passes/test_lower.py",),
-        likely="dense_kernels",
-    ),
-    Fault(
         "the kernel's gradient of a depthwise convolution with strides",
         "mirror/_src/passes/convolutions.py",
         "part.shape, [1, *conv.steps, 1]",
