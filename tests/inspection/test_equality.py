@@ -107,6 +107,16 @@ def centered(model, batch):
     return jnp.sum((h - h.mean(0)) ** 4, -1).mean()
 
 
+def moved(reduce):
+    """Moves the rows along their gradient, as adversarial training does."""
+
+    def loss(model, batch):
+        x, y = batch
+        return average(model, (x + jax.grad(lambda x: reduce(losses(model, (x, y))))(x), y))
+
+    return loss
+
+
 def noisy(key_of):
     def loss(model, batch):
         x, y = batch
@@ -155,6 +165,8 @@ STEPS = {
     "decay in sums": (decayed(summed), total, {}, "different"),
     "counted apart": (counted, mean, {}, "different"),
     "own statistics": (average, mean, {"norm": {}}, "different"),
+    "moved by a sum": (moved(jnp.sum), mean, {}, "equal"),
+    "moved by a mean": (moved(jnp.mean), mean, {}, "different"),
     "half of the rows": (half, mean, {}, "unknown"),
     "contrasted rows": (contrasted, mean, {}, "different"),
     "centered rows": (centered, mean, {}, "different"),

@@ -337,6 +337,56 @@ def test_a_gradient_that_the_loss_clips_does_not_depend_on_padding(subtests):
                 fit(trainers[1], batches)
 
 
+def test_a_gradient_that_the_loss_only_scales_is_not_rejected(subtests):
+    """Also of a `Weighted` loss; random numbers do not hide what is clipped."""
+
+    def weighted(model, batch):
+        loss = cross_entropy(with_rule(model(batch["x"]), lambda g: 2 * g))
+        return mirror.Weighted(loss, 1 + jnp.abs(batch["x"][:, 0]))
+
+    def noisy(model, batch):
+        noise = jax.random.normal(jax.random.key(0), batch["x"].shape)
+        return cross_entropy(with_rule(model(batch["x"] + noise), CLIPPED["clipped"]))
+
+    options = {"strategy": cpu_strategy(2), "require_equal": False}
+    with subtests.test(msg="weighted"):
+        fit(mirror.Trainer(linear(), optax.sgd(0.1), weighted, **options), [{"x": X[:3]}])
+    with subtests.test(msg="noisy"):
+        trainer = mirror.Trainer(linear(), optax.sgd(0.1), noisy, **options)
+        with raises(ValueError, names="jax.custom_vjp", values=3, fix="drop_remainder"):
+            fit(trainer, [{"x": X[:3]}])
+
+
+def test_one_replica_does_not_count_padding_among_its_rows(subtests):
+    """In the gradient of a mean, which moves rows, and in a divisor."""
+
+    def squares(model, x):
+        return (model(x) ** 2).sum(-1)
+
+    def moved(model, x):
+        mean = lambda x: squares(model, x).mean()  # noqa: E731
+        return squares(model, x + jax.grad(mean)(x))
+
+    def divided(model, x):
+        return squares(model, x) / len(x)
+
+    for name, losses in (("moved", moved), ("divided", divided)):
+        with subtests.test(msg=name):
+            model, strategy = linear(), cpu_strategy(1)
+            trainer = mirror.Trainer(
+                linear(), optax.sgd(0.1), lambda m, b, fn=losses: fn(m, b["x"]), strategy=strategy
+            )
+            optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+            for x in (X[:3], X[3:5]):
+                optimizer.update(model, nnx.grad(lambda m, x: losses(m, x).mean())(model, x))
+            fit(trainer, [{"x": X[:3]}, {"x": X[3:5]}])
+            found = trainer.model.kernel[...]
+            np.testing.assert_allclose(found, model.kernel[...], rtol=1e-5, atol=1e-6)
+            loss = trainer.evaluate([{"x": X[:3]}, {"x": X[3:5]}])["loss"]
+            wanted = [losses(trainer.model, x).sum() for x in (X[:3], X[3:5])]
+            np.testing.assert_allclose(loss, sum(wanted) / 5, rtol=1e-5)
+
+
 def test_statistics_of_a_piece_without_examples_are_rejected():
     """Normalizes pieces of four rows; the second one has none of three examples."""
 

@@ -107,7 +107,32 @@ OF_OTHER_ROWS = {
         losses(m, b), 1 / jnp.bincount(b["y"][:, 0], length=4)[b["y"][:, 0]]
     ),
 }
+
+
+def moved_by(change, reduce=jnp.mean):
+    """The losses of rows that a function of their gradient changes."""
+
+    def loss_fn(model, batch):
+        x = batch["x"]
+        g = jax.grad(lambda x: reduce(losses(model, {**batch, "x": x})))(x)
+        return losses(model, {**batch, "x": x + change(g)})
+
+    return loss_fn
+
+
+def unit(g):
+    return g / (jnp.linalg.norm(g, axis=(1, 2), keepdims=True) + 1e-8)
+
+
+OF_ROW_COUNT = {
+    "clipped": moved_by(lambda g: jnp.clip(3 * g, -0.1, 0.1)),
+    "squashed": moved_by(lambda g: jnp.tanh(3 * g)),
+    "almost one": moved_by(lambda g: g * (jnp.linalg.norm(g, axis=(1, 2), keepdims=True) + 1)),
+}
 OF_OWN_ROW = {
+    "moved by the sign": moved_by(jnp.sign),
+    "moved by a unit": moved_by(unit),
+    "moved by a sum": moved_by(lambda g: jnp.clip(g, -0.1, 0.1), jnp.sum),
     "own": losses,
     "gathered": of_all,
     "sorted": lambda m, b: jnp.sort(losses(m, b)),
@@ -137,6 +162,15 @@ def test_losses_that_look_across_the_rows_of_a_replica_are_a_warning(name):
     assert first_warnings(OF_OTHER_ROWS[name], require_equal=False) == []
 
 
+@rows("name", list(OF_ROW_COUNT))
+def test_gradients_of_means_inside_a_loss_are_a_warning(name):
+    for options in ({}, {"steps_per_execution": 2}):
+        (message,) = first_warnings(OF_ROW_COUNT[name], **options)
+        fix = ["jax.grad(lambda x: losses(x).sum())(x)", "require_equal=False"]
+        assert_message(message, names="loss_fn", fix=fix)
+    assert first_warnings(OF_ROW_COUNT[name], require_equal=False) == []
+
+
 @rows("name", list(OF_OWN_ROW))
 def test_losses_that_add_up_to_the_same_are_no_warning(name):
     assert first_warnings(OF_OWN_ROW[name]) == []
@@ -147,6 +181,8 @@ EVALUATED = {  # and how many warnings it causes
     "ranks": (lambda t: t.predict([TOKENS], lambda m, b: jnp.argsort(losses(m, b))), 1),
     "centered": (lambda t: t.predict([TOKENS], lambda m, b: m(b["x"]) - m(b["x"]).mean(0)), 1),
     "both": (lambda t: (t.evaluate([TOKENS]), t.predict([TOKENS], of_hardest)), 2),
+    "row counts": (lambda t: t.predict([TOKENS], OF_ROW_COUNT["squashed"]), 1),
+    "moved": (lambda t: t.predict([TOKENS], moved_by(unit)), 0),
     "own rows": (lambda t: t.predict([TOKENS], lambda m, b: {"logits": m(b["x"])}), 0),
 }
 
@@ -162,7 +198,7 @@ def test_results_that_look_across_the_rows_of_a_replica_are_a_warning(name):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             call(trainer)
-        assert ["looks across" in str(each.message) for each in caught] == [True] * wanted
+        assert ["number of replicas" in str(each.message) for each in caught] == [True] * wanted
 
 
 class Steps(mirror.callbacks.Callback):

@@ -151,7 +151,9 @@ def _sum(pair: Pair, xs: list[Relation]) -> Relation | None:
         is_position = step.kind is Kind.NUMBER and step.scale == index.scale
         return rows(index.axis) if is_position and not index.columns else None
     if kinds <= {Kind.SAME, Kind.ROWS, Kind.ZERO}:
-        return alike(xs) or _scales_differ(xs)
+        is_of_rows = kinds == {Kind.ROWS} and first.scale != second.scale
+        is_of_rows = is_of_rows and first.pieces == second.pieces
+        return alike(xs) or _scales_differ(xs) or (pair.other(Why.SCALE) if is_of_rows else None)
     if kinds == {Kind.SAME, Kind.PART}:
         atom = pair.eqn.invars[[x.kind for x in xs].index(Kind.SAME)]
         return None if isinstance(atom, Literal) else pair.other(Why.SCALE)
@@ -418,7 +420,8 @@ def _failed(pair: Pair, operands: list[Relation]) -> Relation:
     causes = [x.cause for x in operands if x.kind is Kind.SAME and x.scale != 1 and x.cause]
     if causes and kinds <= {Kind.SAME, Kind.ZERO} and pair.name not in _HIDES_FACTOR:
         return Relation(Kind.OTHER, cause=causes[0])
-    return pair.other(Why.UNKNOWN)
+    has_factor = any(x.kind is Kind.ROWS and x.scale != 1 for x in operands)
+    return pair.other(Why.FACTOR if has_factor else Why.UNKNOWN)
 
 
 def _collective(pair: Pair, x: Relation) -> Relation | None:

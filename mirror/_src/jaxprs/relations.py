@@ -67,6 +67,10 @@ class Why(enum.IntEnum):
     ROWS = 5  # a row of the batch meets other rows of the same replica
     EXTREME = 6  # an extreme that is reduced in another way
     UNKNOWN = 7  # not understood
+    FACTOR = 8  # a function of rows and a factor, such as x / (norm(x) + 1e-8)
+
+
+_UNDECIDED = (Why.CONSTANT, Why.UNKNOWN, Why.FACTOR)
 
 
 class Cause(NamedTuple):
@@ -122,7 +126,7 @@ class Relation(NamedTuple):
     def is_different(self) -> bool:
         """Whether the replicas have another value than one device, unless terms cancel."""
         if self.kind is Kind.OTHER:
-            return self.cause is None or self.cause.why not in (Why.UNKNOWN, Why.CONSTANT)
+            return self.cause is None or self.cause.why not in _UNDECIDED
         return self.kind is Kind.SAME and self.scale != 1
 
     def by(self, factor: Fraction, cause: Cause | None = None) -> "Relation":

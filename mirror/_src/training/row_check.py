@@ -22,6 +22,8 @@ from mirror._src.inspection.measurement import copy_of
 from mirror._src.jaxprs.collective_eqns import is_collective, is_stateful
 from mirror._src.jaxprs.equations import equations, user_line
 from mirror._src.jaxprs.primitives import CUSTOM_VJP, SAMPLER
+from mirror._src.jaxprs.relate import guess
+from mirror._src.jaxprs.relations import SAME, Kind, Why, rows
 from mirror._src.jaxprs.row_facts import NO_ROWS, Place, Rows, row
 from mirror._src.jaxprs.rows import find_rows
 from mirror._src.strategy.strategy import Strategy
@@ -31,8 +33,14 @@ Step = Callable[..., Any]
 
 _OF_MASK = frozenset({Place("the mask")})
 _MASK = "mask = mirror.example_mask(batch)"
+_COUNTS = "depends on how many examples a replica has, as the gradient of their mean does"
+_SUM = "Inside the loss, differentiate their sum: jax.grad(lambda x: losses(x).sum())(x)"
+_MEANT = (
+    "If each replica is meant to use its own examples, pass "
+    "mirror.Trainer(..., require_equal=False)."
+)
 _MOST_ROWS, _MOST_REPLICAS = 16, 8  # whose losses are compared as numbers
-_RTOL = 1e-3
+_RTOL, _GRADIENT_RTOL = 1e-3, 0.01
 _NEGATED = ("train", "training", "is_training")
 _MODES = (*_NEGATED, "deterministic", "use_running_average", "inference")
 
@@ -61,10 +69,13 @@ class RowCheck:
         strategy: Strategy that runs the steps.
         num_pieces: Number of pieces into which a training step splits a replica's batch.
         option: The option of the trainer that is why, for messages.
-        gradients: Step that computes the gradients of a replica.
+        gradients: Steps that compute the gradients of a replica, of its rows and with as much
+            padding.
     """
 
-    def __init__(self, strategy: Strategy, num_pieces: int, option: str, gradients: Step) -> None:
+    def __init__(
+        self, strategy: Strategy, num_pieces: int, option: str, gradients: Sequence[Step]
+    ) -> None:
         self._strategy, self._gradients = strategy, gradients
         self._num_pieces, self._option = num_pieces, option
         self._separate: set[Any] = set()
@@ -130,17 +141,20 @@ class RowCheck:
         Raises:
             ValueError: If padding would change results, and is needed.
         """
-        n, *_, rows = _shape(padded)
-        if padded.num_examples >= padded.num_batches * n * rows:
+        n, *_, num_rows = _shape(padded)
+        if padded.num_examples >= padded.num_batches * n * num_rows:
             return [padded]
+        sizes = padded.sizes or (padded.num_examples,)
+        indices = range(padded.first, padded.first + padded.num_batches)
+        if n * num_pieces == 1 and self._counts_rows(step, model, padded):
+            return [self._exact(padded, i, sizes[i]) for i in indices]
         mixing = self._mixing(step, model, padded, only_rows=not changes_state)
         is_sum = any(not place.is_statistics for place in mixing.mixed)
         unknown = tuple(place for place in mixing.unknown if is_sum or not place.counts_padding)
         if unknown and not mixing.padded and self._has_padding(step, model, padded):
             mixing = mixing._replace(padded=unknown)
-        sizes = padded.sizes or (padded.num_examples,)
         # Statistics over the examples of a replica or piece that has none would be 0 / 0.
-        has_empty = min(sizes) <= n * rows - rows // num_pieces
+        has_empty = min(sizes) <= n * num_rows - num_rows // num_pieces
         is_empty = bool(mixing.means) and has_empty
         is_wrong = is_empty or not all(place.is_statistics for place in mixing.padded)
         undefined: tuple[Place, ...] = ()
@@ -150,7 +164,6 @@ class RowCheck:
             clipped = self._clipped(step, model, padded)
         if not mixing.padded and not is_empty and not undefined and not clipped:
             return [padded]
-        indices = range(padded.first, padded.first + padded.num_batches)
         uneven = [sizes[i] for i in indices if sizes[i] % (n * num_pieces)]
         if not uneven and not self._strategy._spans_processes:
             return [self._exact(padded, i, sizes[i]) for i in indices]
@@ -206,13 +219,11 @@ class RowCheck:
             eqns = equations(self._program(step, model, padded)[0].jaxpr)
             is_random = any(eqn.primitive.name in SAMPLER for eqn in eqns)
             is_together = any(map(is_collective, eqns))
-            if not places or is_random or (is_together and self._strategy._spans_processes):
+            is_known = not (places or self._counts_rows(step, model, padded))
+            if is_known or is_random or (is_together and self._strategy._spans_processes):
                 return
             batch, mask = self._first_rows(padded, None if is_together else _MOST_REPLICAS)
-            every = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), (batch, mask))
-            parts = [
-                jax.tree.map(lambda x, i=i: x[i : i + 1], (batch, mask)) for i in range(len(mask))
-            ]
+            every, *parts = _every_and_each(batch, mask)
             whole = self._sums(step, model, *every)
             if is_together:
                 alone = self._sums(step, model, batch, mask)
@@ -220,17 +231,44 @@ class RowCheck:
                 alone = np.sum([self._sums(step, model, *part) for part in parts], 0)
         except Exception:  # it is only a warning; a loss may require more rows, or other ones
             return
+        name = _name(step)
+        why, fix = f"{name} {_COUNTS}", _SUM
+        if places:
+            why = f"{name} looks across the examples of each replica at {_lines(places)}"
+            fix = "Look across all: mirror.all_gather(x)"
         for x, y in zip(whole, alone, strict=True):
             if _differ(x, y):
                 self._warn(
-                    f"own rows of {_name(step)}",
-                    f"{_name(step)} looks across the examples of each replica at {_lines(places)}, "
-                    "so that the results depend on the number of replicas: the values "
+                    f"own rows of {name}",
+                    f"{why}, so that the results depend on the number of replicas: the values "
                     f"of {mask.sum()} examples add up to {x:.4g} on one device, and to {y:.4g} on "
-                    f"{counted(len(mask), 'replica')}. Look across all: mirror.all_gather(x). If "
-                    "each replica is meant to use its own examples, pass "
-                    "mirror.Trainer(..., require_equal=False).",
+                    f"{counted(len(mask), 'replica')}. {fix}. {_MEANT}",
                 )
+
+    def warn_of_row_counts(self, step: Step, model: Any, padded: PaddedBatch) -> None:
+        """Warns of a loss whose gradients depend on how many examples a replica has.
+
+        An example is a loss of rows that are moved along the gradient of their mean. Numbers
+        decide, in evaluation mode, for the arguments of `warn_of_own_rows`.
+        """
+        try:
+            eqns = equations(self._program(step, model, padded)[0].jaxpr)
+            is_random = any(eqn.primitive.name in SAMPLER for eqn in eqns)
+            is_known = is_random or any(map(is_collective, eqns))
+            if is_known or not self._counts_rows(step, model, padded):
+                return
+            (evaluated,) = copy_of([model])
+            evaluated.eval()
+            rows = _every_and_each(*self._first_rows(padded, _MOST_REPLICAS))
+            whole, *parts = [self._gradient(self._gradients[0], evaluated, *each) for each in rows]
+        except Exception:  # as in `warn_of_own_rows`
+            return
+        if (distance := _distance(whole, np.sum(parts, 0))) > _GRADIENT_RTOL:
+            self._warn(
+                f"own rows of {_name(step)}",
+                f"{_name(step)} {_COUNTS}: on {counted(len(parts), 'replica')}, its gradients "
+                f"differ by {distance:.1%} from one device. {_SUM}. {_MEANT}",
+            )
 
     def _has_padding(self, step: Step, model: Any, padded: PaddedBatch) -> bool:
         """Whether numbers show that padding enters a loss with operations that are not known."""
@@ -295,6 +333,12 @@ class RowCheck:
 
         found = self._run(step, model, batch, mask)
         return list(map(total, jax.tree.leaves(found, is_leaf=is_per_replica)))
+
+    def _gradient(self, step: Step, model: Any, batch: PyTree, mask: np.ndarray) -> np.ndarray:
+        """Returns the gradient of the sum over the examples of one replica, as one array."""
+        found = self._run(step, model, batch, mask)
+        values = [np.asarray(x.stacked if is_per_replica(x) else x) for x in found]
+        return np.concatenate([np.ravel(x).astype(complex) for x in values])
 
     def _run(self, step: Step, model: Any, batch: PyTree, mask: np.ndarray) -> Any:
         """Returns what a step computes with a copy of the model; see `_sums`."""
@@ -393,7 +437,7 @@ class RowCheck:
             padded: Its other arguments.
             only_rows: Whether only results with one row per example count.
         """
-        program, mask, find = self._program(step, model, padded)
+        program, mask, find, _ = self._program(step, model, padded)
 
         def mixing() -> Mixing:
             found = find(mask)
@@ -410,6 +454,23 @@ class RowCheck:
 
         return self._once((program, only_rows), mixing)
 
+    def _counts_rows(self, step: Step, model: Any, padded: PaddedBatch) -> bool:
+        """Whether results are likely to have a factor such as one divided by the number of rows."""
+        program, mask, _, inputs = self._program(step, model, padded)
+
+        def counts() -> bool:
+            ((along, size, *_),) = mask.axes
+            relations = [rows(along) if x.axes else SAME for x in inputs]
+            try:
+                found = guess(program, relations, 2, {size})
+            except Exception:  # it is only a guess
+                return False
+            whys = {x.cause.why for x in found if x.cause is not None}
+            is_scaled = any(x.kind is Kind.ROWS and x.scale != 1 for x in found)
+            return is_scaled or not whys.isdisjoint((Why.SCALE, Why.FACTOR))
+
+        return self._once((program, "counts"), counts)
+
     def _undefined(
         self, step: Step, model: Any, padded: PaddedBatch, has_empty: bool
     ) -> tuple[Place, ...]:
@@ -421,12 +482,12 @@ class RowCheck:
             padded: Its other arguments.
             has_empty: Whether a replica or a piece has padding only.
         """
-        program, _, find = self._program(step, model, padded)
+        program, _, find, _ = self._program(step, model, padded)
 
         def undefined() -> tuple[Place, ...]:
             if not any(rows.unknown >= _OF_MASK for rows in find(Rows(unknown=_OF_MASK))):
                 return ()
-            _, mask, of_gradients = self._program(self._gradients, model, padded)
+            _, mask, of_gradients, _ = self._program(self._gradients[0], model, padded)
             found = of_gradients(mask)
             if has_empty:
                 found += of_gradients(mask._replace(constant=0.0))
@@ -441,29 +502,22 @@ class RowCheck:
         def clipped() -> tuple[Place, ...]:
             eqns = equations(program.jaxpr)
             rules = [eqn for eqn in eqns if eqn.primitive.name == CUSTOM_VJP]
-            if not rules or not self._is_reproducible(eqns):
+            if not rules or any(map(is_stateful, eqns)) or self._strategy._spans_processes:
                 return ()
-            batch, ones = self._first_examples(padded)
-
-            def gradient(mask: np.ndarray) -> np.ndarray:
-                rows = jax.tree.map(lambda x: np.resize(x, (*mask.shape, *x.shape[2:])), batch)
-                found = self._run(self._gradients, model, rows, mask)
-                values = [np.asarray(x.stacked if is_per_replica(x) else x) for x in found]
-                return np.concatenate([np.ravel(x).astype(complex) for x in values]) * mask.size
-
+            rows = self._first_examples(padded)
             try:
-                whole, half = gradient(ones), gradient(np.concatenate([ones, ~ones], 1))
+                whole, half = (self._gradient(step, model, *rows) for step in self._gradients)
             except Exception:  # of a loss that requires other numbers of rows
                 return ()
-            is_clipped = np.abs(whole - half).max() > 0.01 * np.abs(whole).max()
-            return tuple(Place(user_line(eqn)) for eqn in rules) if is_clipped else ()
+            places = tuple(Place(user_line(eqn)) for eqn in rules)
+            return places if _distance(whole, half) > _GRADIENT_RTOL else ()
 
         return self._once((program, "clipped"), clipped)
 
     def _program(
         self, step: Step, model: Any, padded: PaddedBatch
-    ) -> tuple[ClosedJaxpr, Rows, Callable[[Rows], list[Rows]]]:
-        """Returns the program of a step, the facts about the mask, and what finds all facts."""
+    ) -> tuple[ClosedJaxpr, Rows, Callable[[Rows], list[Rows]], list[Rows]]:
+        """Returns a step's program, the facts about the mask, what finds all facts, and inputs'."""
         runner, axis = self._strategy._runner, len(_shape(padded)) - 2
         step = _of_first(step) if axis else step
         call, traced = runner.traced(step, (model, padded.batch, padded.mask), {})
@@ -478,7 +532,7 @@ class RowCheck:
         ]
         n = self._strategy.num_replicas_in_sync
         mask = row(size, axis=axis, is_mask=True)
-        return program, mask, lambda mask: find_rows(program, [*inputs[:-1], mask], n)
+        return program, mask, lambda mask: find_rows(program, [*inputs[:-1], mask], n), inputs
 
     def _once(self, key: Any, find: Callable[[], Any]) -> Any:
         """Returns what was found before for a program, or finds it."""
@@ -524,8 +578,20 @@ def _of_first(step: Step) -> Step:
     return on_behalf_of(first, *users_functions(step))
 
 
+def _every_and_each(batch: PyTree, mask: np.ndarray) -> list[Any]:
+    """Returns the rows of all replicas as rows of one replica, and the rows of each."""
+    every = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), (batch, mask))
+    parts = [jax.tree.map(lambda x, i=i: x[i : i + 1], (batch, mask)) for i in range(len(mask))]
+    return [every, *parts]
+
+
 def _differ(x: float, y: float) -> bool:
     return abs(x - y) > _RTOL * abs(x)
+
+
+def _distance(x: np.ndarray, y: np.ndarray) -> float:
+    """Returns the largest difference of two gradients, relative to the largest number."""
+    return float(np.abs(x - y).max() / max(np.abs(x).max(), np.finfo(float).tiny))
 
 
 def _name(step: Step) -> str:

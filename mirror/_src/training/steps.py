@@ -152,12 +152,18 @@ def examples_of(objective: Objective, *, in_training: bool) -> Callable[..., lis
     return on_behalf_of(examples, *objective.functions)
 
 
-def gradients_of(objective: Objective, wrt: Any) -> Callable[..., list[Array]]:
-    """Returns a step that computes the gradients of one replica, which it would all-reduce."""
+def gradients_of(objective: Objective, wrt: Any, times: int = 1) -> Callable[..., list[Array]]:
+    """Returns a step that computes the gradients of one replica, as sums over its examples.
+
+    The loss is divided by `times` as many rows before it is differentiated, as if the others were
+    padding, and the gradients are multiplied by their number.
+    """
     gradients = _gradients(objective)
 
     def compute_gradients(model: nnx.Module, batch: PyTree, mask: Array) -> list[Array]:
-        return jax.tree.leaves(gradients(model, wrt, batch, mask, mask.size, None)[0])
+        grads, sums = gradients(model, wrt, batch, mask, times * mask.size, None)
+        divisor = 1 if LOSS in sums.weights else times * mask.size
+        return [widened(x) * divisor for x in jax.tree.leaves(grads)]
 
     return on_behalf_of(compute_gradients, *objective.functions)
 

@@ -313,7 +313,8 @@ class Trainer(Generic[M]):
             self._runner = LocalSteps(self._training, require_equal=self._require_equal)
         by_micro_batch = "" if self._micro_batch is None else "micro_batch"
         option = by_micro_batch or f"accumulate_steps={pieces}"
-        gradients = steps.gradients_of(self._objective, self._objects["optimizer"].wrt)
+        wrt = self._objects["optimizer"].wrt
+        gradients = [steps.gradients_of(self._objective, wrt, times) for times in (1, 2)]
         self._rows = RowCheck(self._local, pieces, option, gradients)
 
     def _choose_pieces(self, data: DistributedDataset[Any], micro_batch: MicroBatch) -> None:
@@ -925,6 +926,7 @@ class Trainer(Generic[M]):
             self._has_looked = True
             if isinstance(self._runner, LocalSteps) and self._runner.is_unsure(batches[0]):
                 rows.warn_of_own_rows(self._evaluated_examples, model, batches[0])
+                rows.warn_of_row_counts(self._evaluated_examples, model, batches[0])
         return sums
 
     def _whole_pass(self, data: Iterable[PyTree], **options: Any) -> Iterator[PaddedBatch]:
