@@ -10,7 +10,6 @@ Delete a form when `tests/passes/test_lower_speed.py` says so.
 
 import functools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -102,10 +101,11 @@ def _per_channel(conv: _Convolution, x: Any, w: Any) -> Any:
 
     def sums(x: Any, w: Any) -> Any:
         x = conv.padded(x if repeats == 1 else jnp.repeat(x, repeats, x.ndim - 1))
-        kernels = lax.reshape(w, (math.prod(conv.kernel), conv.features))
+        ones = [1] * math.prod(conv.kernel)
+        kernels = lax.split(lax.reshape(w, (len(ones), *[1] * len(conv.kernel), w.shape[-1])), ones)
         sizes = conv.steps, conv.strides, conv.places
         parts = (_part(x, place, *sizes) for place in np.ndindex(*conv.kernel))
-        return functools.reduce(operator.add, map(operator.mul, parts, kernels))
+        return functools.reduce(lax.add, map(lax.mul, parts, kernels))
 
     # Otherwise, XLA computes the sums again in each operation that reads them.
     with set_xla_metadata(inlineable="false"):

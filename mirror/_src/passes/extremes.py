@@ -111,11 +111,11 @@ def _select(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     index = _first(_windows(eqn, x, identity), keeps, np.float32)
     # Each axis becomes two: the windows, and the positions in a window.
     shape = [*itertools.chain.from_iterable(zip(values.shape, dims, strict=True))]
-    own = lax.full(shape, 0, np.float32)
+    own: Any = None
     for axis, w in enumerate(dims):
         if w > 1:
             iota = lax.broadcasted_iota(np.float32, shape, 2 * axis + 1)
-            own = lax.add(lax.mul(own, np.float32(w)), iota)
+            own = iota if own is None else lax.add(lax.mul(own, np.float32(w)), iota)
     index, values = (
         lax.broadcast_in_dim(y, shape, range(0, len(shape), 2)) for y in (index, values)
     )
@@ -152,8 +152,10 @@ def _scatter(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
                 continue
             start = [r - 1 - j for r, j in zip(reach, back, strict=True)]
             stop = [a + b for a, b in zip(start, blocks, strict=True)]
-            hit = lax.slice(chosen[int(np.ravel_multi_index(place, dims))], start, stop)
-            term = lax.select(hit, lax.slice(values, start, stop), zeros)
+            hit, term = chosen[int(np.ravel_multi_index(place, dims))], values
+            if any(start) or stop != [*hit.shape]:
+                hit, term = (lax.slice(y, start, stop) for y in (hit, term))
+            term = lax.select(hit, term, zeros)
             total = term if total is zeros else lax.add(total, term)
         return total
 
