@@ -6,7 +6,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from types import CodeType, FunctionType
+from types import CodeType
 from typing import Any
 
 import jax
@@ -29,8 +29,6 @@ def argument_names(fn: Callable[..., Any], count: int) -> list[str]:
 
 def parameter_names(fn: Callable[..., Any]) -> list[str]:
     """Returns the names of the positional parameters; [] if they are unknown."""
-    if type(fn) is FunctionType and not {"__wrapped__", "__signature__"} & vars(fn).keys():
-        return list(fn.__code__.co_varnames[: fn.__code__.co_argcount])
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):

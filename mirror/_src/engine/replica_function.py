@@ -111,10 +111,9 @@ class ReplicaFunction:
         with replica(self.group, self.axis_name, captures):
             args, kwargs = self.layout.rebuild(rest, self.statics, objects)
             assert self._fn is not None, "the step has been traced"
-            before = _leaves_of(args, kwargs)
+            before = _leaves_of(args, kwargs).items()
             results = self._results(self._fn(*args, **kwargs))
-            changes = _leaves_of(args, kwargs).items() - before.items()
-            self.changed_in_place = frozenset(path for path, _ in changes)
+            self.changed_in_place = frozenset(dict(_leaves_of(args, kwargs).items() - before))
             if copies is None:
                 return results
             after = copies.collect(self.name, self.object_names)

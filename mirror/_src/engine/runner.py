@@ -40,7 +40,7 @@ from mirror._src.engine.arguments import (
 from mirror._src.engine.choice import choose, fitting
 from mirror._src.engine.closures import stale_array
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
-from mirror._src.engine.executor import Executor, SignatureChanged
+from mirror._src.engine.executor import Executor, SignatureChanged, uncollected
 from mirror._src.engine.host_values import HostValues
 from mirror._src.engine.mesh import outside_traces
 from mirror._src.engine.nnx.record import ObjectTable, Record
@@ -353,7 +353,8 @@ class Runner:
         with step.making(exact):
             program = step.programs.get(exact)
             if program is None:
-                program = step.programs[exact] = self._make(call, types)
+                with uncollected():
+                    program = step.programs[exact] = self._make(call, types)
             if compiles:
                 program.compile()
                 step.programs[key] = program

@@ -134,13 +134,10 @@ def _per_channel_kernel(conv: _Convolution, x: Any, w: Any) -> Any:
 
 def _each(conv: _Convolution, changes: Any, pairs: Any, shape: tuple[int, ...]) -> list[Any]:
     """Computes convolutions with other parameters, of operands with the channels last."""
-    numbers, y = _last_of(len(shape) - 1), conv.avals[2]
+    numbers, y = _last_of(len(shape) - 1), conv.avals[2].update(shape=shape)
     params = {**conv.params, "dimension_numbers": numbers, **changes}
-    results = []
-    for x, w in pairs:
-        one = _Convolution(conv.eqn, params, [x, w, y.update(shape=shape)])
-        results.append((_form_of(one) or _unchanged)(one, x, w))
-    return results
+    convs = ((_Convolution(conv.eqn, params, [x, w, y]), x, w) for x, w in pairs)
+    return [(_form_of(each) or _unchanged)(each, x, w) for each, x, w in convs]
 
 
 def _per_group(conv: _Convolution, x: Any, w: Any) -> Any:

@@ -168,11 +168,8 @@ class Structure:
         # A replica has one array in place of a `PerReplica`.
         is_leaf = is_per_replica if any(slot.is_own for slot in self.slots) else None
         self.state_def: Any = jax.tree.structure(state, is_leaf=is_leaf)
-        self.leaf_slots = [
-            slot
-            for slot, value in zip(self.slots, values, strict=True)
-            for _ in jax.tree.leaves(value)
-        ]
+        trees = zip(self.slots, self.treedef.children(), strict=True)
+        self.leaf_slots = [slot for slot, tree in trees for _ in range(tree.num_leaves)]
         self.is_own = [slot.is_own for slot in self.leaf_slots]
         self.has_own = any(self.is_own)
         self.metrics = _metrics(objects, self.leaf_slots)
@@ -193,11 +190,8 @@ def _metrics(objects: Sequence[Any], slots: Sequence[VariableSlot]) -> list[Metr
     for i, slot in enumerate(slots):
         if issubclass(slot.kind, nnx.metrics.MetricState):
             by_path.setdefault(slot.path[:-1], {})[str(slot.path[-1])] = i
-    metrics = {path: follow(objects, path) for path in by_path}
-    return [
-        MetricSlots(type(metrics[path]), merge_rule(metrics[path]), positions)
-        for path, positions in by_path.items()
-    ]
+    metrics = ((follow(objects, path), positions) for path, positions in by_path.items())
+    return [MetricSlots(type(each), merge_rule(each), positions) for each, positions in metrics]
 
 
 def _copied(value: Any) -> Any:
@@ -309,8 +303,7 @@ class ReplicaCopies:
         ]
         state = structure.state_def.unflatten(replica_leaves)
         self.objects = nnx.merge(with_copies(structure.graphdef), state)
-        self._nodes = dict(nodes(self.objects))
-        self._statics = {path: _statics(node) for path, node in self._nodes.items()}
+        self._statics = [(path, node, _statics(node)) for path, node in nodes(self.objects)]
 
     def _fold(self, i: int, key: Array) -> Array:
         """Returns a key that differs between replicas; the stored key stays mirrored."""
@@ -380,13 +373,12 @@ class ReplicaCopies:
 
         For example, `model.train()` sets such attributes.
         """
-        changes = []
-        for path, node in self._nodes.items():
-            before = self._statics[path]
-            for name, value in _statics(node).items():
-                if name not in before or not is_equal(before[name], value):
-                    changes.append((path, name, value))
-        return changes
+        return [
+            (path, name, value)
+            for path, node, before in self._statics
+            for name, value in _statics(node).items()
+            if name not in before or not is_equal(before[name], value)
+        ]
 
 
 def _statics(node: nnx.Pytree) -> dict[str, Any]:
