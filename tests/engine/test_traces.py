@@ -1,5 +1,6 @@
 """Facts about one trace do not leak: inner `jax.jit` caches, rebound names, numbers, threads."""
 
+import gc
 import threading
 
 import jax
@@ -45,6 +46,21 @@ def test_gather_in_a_users_jit_uses_the_length_of_its_call(two):
         step = lambda x: inner(x)  # noqa: E731 (a step of its own, on purpose)
         values = values_of(length)
         np.testing.assert_array_equal(two.run(step, (values,)), np.concatenate(values.values))
+
+
+@rows("collects", [True, False])
+def test_cycles_are_not_collected_in_a_trace(two, collects):
+    """A full collection takes as long as the trace of 50 layers."""
+    inside_step = []
+    step = lambda x: (inside_step.append(gc.isenabled()), mirror.all_reduce("sum", x))[1]  # noqa: E731
+    (gc.enable if collects else gc.disable)()
+    try:
+        two.run(step, (values_of(3),))
+        after = gc.isenabled()
+    finally:
+        gc.enable()
+    assert inside_step == [False]
+    assert after == collects
 
 
 @pytest.mark.slow
