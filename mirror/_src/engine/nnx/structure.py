@@ -168,8 +168,8 @@ class Structure:
         # A replica has one array in place of a `PerReplica`.
         is_leaf = is_per_replica if any(slot.is_own for slot in self.slots) else None
         self.state_def: Any = jax.tree.structure(state, is_leaf=is_leaf)
-        trees = zip(self.slots, self.treedef.children(), strict=True)
-        self.leaf_slots = [slot for slot, tree in trees for _ in range(tree.num_leaves)]
+        leaves = zip(self.slots, map(jax.tree.leaves, values), strict=True)
+        self.leaf_slots = [slot for slot, held in leaves for _ in held]
         self.is_own = [slot.is_own for slot in self.leaf_slots]
         self.has_own = any(self.is_own)
         self.metrics = _metrics(objects, self.leaf_slots)
