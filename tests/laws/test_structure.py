@@ -78,19 +78,19 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(1114, 14, 14),
-    "devices": Size(2043, 17, 26),
+    "base": Size(1110, 14, 13),
+    "devices": Size(2039, 17, 26),
     "cluster": Size(1173, 7, 20),
-    "jaxprs": Size(3244, 16, 30),
+    "jaxprs": Size(3249, 16, 30),
     "passes": Size(2666, 16, 33),
-    "engine": Size(5224, 31, 64),
+    "engine": Size(5223, 31, 64),
     "inspection": Size(2074, 9, 22),
     "data": Size(1400, 10, 25),
     "keras": Size(500, 5, 5),
-    "strategy": Size(956, 6, 10),
+    "strategy": Size(948, 6, 9),
     "training": Size(5910, 32, 64),
     "ps": Size(3603, 20, 67),
-    "tools": Size(2983, 24, 30),
+    "tools": Size(2916, 24, 25),
 }
 
 

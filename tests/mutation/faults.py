@@ -1257,8 +1257,8 @@ _OF_WHOLE_BATCHES = (
     Fault(
         "statistics of a piece without examples",
         f"{_TRAINING}/row_check.py",
-        "min(sizes) <= n * rows - rows // num_pieces",
-        "min(sizes) <= n * rows - rows",
+        "min(sizes) <= n * num_rows - num_rows // num_pieces",
+        "min(sizes) <= n * num_rows - num_rows",
         ("tests/training/test_hidden_padding.py",),
         likely="piece",
     ),
@@ -2258,10 +2258,10 @@ _OF_COMMANDS = (
     Fault(
         "an output that cannot be written",
         "mirror/_src/tools/main.py",
-        "return _report_output_error(error)",
+        "return _CLOSED_PIPE",
         "return 0",
         ("tests/tools/test_main.py",),
-        likely="full_disk",
+        likely="pipe",
     ),
 )
 
