@@ -90,7 +90,7 @@ BUDGETS = {
     "strategy": Size(948, 6, 9),
     "training": Size(5910, 32, 64),
     "ps": Size(3603, 20, 67),
-    "tools": Size(2916, 24, 25),
+    "tools": Size(2935, 24, 27),
 }
 
 

@@ -2258,10 +2258,10 @@ _OF_COMMANDS = (
     Fault(
         "an output that cannot be written",
         "mirror/_src/tools/main.py",
-        "return _CLOSED_PIPE",
+        "return _report_output_error(error)",
         "return 0",
         ("tests/tools/test_main.py",),
-        likely="pipe",
+        likely="full_disk",
     ),
 )
 

@@ -167,11 +167,26 @@ def test_shell_gets_the_completions(line, tmp_path):
 # Output that cannot be written.
 
 HELP = [["--help"], ["demo", "--help"], ["--version"], []]
-OUTPUTS = {  # with PYTHONUNBUFFERED, writing fails at once, which argparse ignores
-    "without JAX": [["", *arguments] for arguments in HELP],
+OUTPUTS = {  # with PYTHONUNBUFFERED, writing fails at once, otherwise at the end
+    "without JAX": [[unbuffered, *arguments] for unbuffered in ("", "1") for arguments in HELP],
     "with JAX": [["1", "devices", "--json"]],
 }
 BOTH = ["without JAX", pytest.param("with JAX", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_full_disk_is_one_line(kind, subtests):
+    for case in OUTPUTS[kind]:
+        with subtests.test(msg=" ".join(case)):
+            check_full_disk(case)
+
+
+def check_full_disk(case):
+    with open("/dev/full", "w") as full:
+        done = start_into(full, case)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert_message(done.stderr, names="mirror: error", values="No space left on device")
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -195,6 +210,15 @@ def start_into(stdout, case: list[str]) -> subprocess.CompletedProcess[str]:
     unbuffered, *arguments = case
     more = {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": unbuffered}
     return start(arguments, stdout=stdout, env={**fresh.INHERITED, **more})
+
+
+def test_other_errors_are_not_hidden(monkeypatch):
+    def fail(command, parsed):
+        raise FileNotFoundError(2, "No such file", "x.json")
+
+    monkeypatch.setattr(inside.commands(), "run_command", fail)
+    with pytest.raises(FileNotFoundError):
+        cli.main(["devices"])
 
 
 @rows("number", ["abc", "-3", "0", "2.5"])

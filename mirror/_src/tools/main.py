@@ -6,6 +6,7 @@ Nothing here needs JAX. The module of a command is imported when the command run
 import argparse
 import contextlib
 import difflib
+import errno
 import importlib
 import os
 import re
@@ -16,21 +17,21 @@ from typing import Any
 
 from mirror._src.base import interrupts
 from mirror._src.base.optional import install_command
-from mirror._src.tools.options import USAGE_ERROR, add_commands, report_error
+from mirror._src.tools.options import FAILED, USAGE_ERROR, add_commands, report_error
 from mirror._version import __version__
 
 _FOLDERS = {"doctor": "doctor.command"}  # the module of another command has its name
 _HOST_DEVICES = "JAX_NUM_CPU_DEVICES"
 _INTERRUPTED = 128 + signal.SIGINT
+_DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _CLOSED_PIPE = 128 + signal.SIGPIPE  # the status of a program that SIGPIPE ends
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="mirror", description="MirroredStrategy for JAX.")
-    version = f"mirror {__version__}"
-    parser.add_argument("--version", action="version", version=version, help="print the version")
+    parser = _Parser(prog="mirror", description="MirroredStrategy for JAX.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands, others = add_commands(parser)
     _complete(parser)
     try:
@@ -48,10 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return _INTERRUPTED
-    except BrokenPipeError:  # the reader of a pipe may stop early, as `head` does
-        for stream in (sys.stdout, sys.stderr):
-            _discard(stream)
-        return _CLOSED_PIPE
+    except OSError as error:
+        if not _is_output_error(error):
+            raise
+        return _report_output_error(error)
 
 
 def run_command(command: str, parsed: argparse.Namespace) -> int:
@@ -116,6 +117,42 @@ def _print_completion(shell: str) -> int:
         return report_error("completion", message, USAGE_ERROR)
     print(argcomplete.shellcode(["mirror"], shell=shell))
     return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that reports a failure to write the help, which argparse ignores (Python 3.11)."""
+
+    def print_help(self, file: Any = None) -> None:
+        print(self.format_help(), end="", file=file)
+
+
+class _Version(argparse.Action):
+    """Prints the version; argparse ignores a failure to write it."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *details: object) -> None:
+        del details
+        print(f"mirror {__version__}")
+        parser.exit()
+
+
+def _is_output_error(error: OSError) -> bool:
+    """Whether writing failed; an error of `open` names its file."""
+    is_full = error.errno in _DISK_IS_FULL and error.filename is None
+    return is_full or isinstance(error, BrokenPipeError)
+
+
+def _report_output_error(error: OSError) -> int:
+    """Ends the output; returns the exit status.
+
+    The reader of a pipe may stop early, as `head` does, so a closed pipe is not reported.
+    """
+    is_pipe = isinstance(error, BrokenPipeError)
+    _discard(sys.stdout)
+    if is_pipe:
+        _discard(sys.stderr)
+        return _CLOSED_PIPE
+    print(f"mirror: error: cannot write the output: {error.strerror}", file=sys.stderr)
+    return FAILED
 
 
 def _discard(stream: Any) -> None:
