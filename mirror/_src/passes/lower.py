@@ -25,7 +25,8 @@ VARIABLE = "MIRROR_LOWERING"
 _BY_PLATFORM: dict[str, Rules] = {"CPU": {**extremes.RULES, **convolutions.RULES}}
 
 # XLA's library YNN computes large convolutions in one thread, which takes up to 3.4 times as long
-# on one device (JAX 0.10.2; not 0.11.2 and 0.12.0.1). The default without them:
+# on one device (JAX 0.10.2). With all threads, nets take 1.06 to 1.16 times as long (0.12.0.1). The
+# default without them:
 _YNN = "xla_cpu_experimental_ynn_fusion_type"
 _WITHOUT_YNN_CONVOLUTIONS = {_YNN: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"}
 
