@@ -136,6 +136,25 @@ def test_trials_on_one_strategy_leave_nothing(make, trial, capsys):
     assert max(live[1:]) < live[0] + MODEL_BYTES
 
 
+@pytest.mark.parametrize("make", EXECUTORS.values(), ids=EXECUTORS)
+def test_references_to_freed_arrays_are_dropped(make):
+    """Python's garbage collector would visit them, which takes longer than a small step."""
+    leaves = 100
+    strategy, state = make(), [jnp.zeros(2)] * leaves
+
+    def step(state):
+        return [x + 1 for x in state]
+
+    def references():
+        gc.collect()
+        return sum(isinstance(each, weakref.ref) for each in gc.get_objects())
+
+    before = references()
+    for _ in range(50):
+        state = strategy.run(step, (state,))
+    assert references() - before < 10 * leaves
+
+
 def test_steps_of_one_factory_are_compiled_once(two, recwarn):
     traces = [0] * 4
 

@@ -155,7 +155,9 @@ class StepProgram:
         self.runs += 1
         results = outputs[self._results]
         state = call.record.last if call.record is not None else None
-        self.known.record_launch(itertools.compress(results, self._are_mirrored), state)
+        mirrored = itertools.compress(results, self._are_mirrored)
+        donated = leaves[self.donated[0]] if self.donated else None
+        self.known.record_launch(mirrored, state, donated)
         recent.add(self.known.last)
         if not self._static_results:
             return self._out_tree.unflatten(results)
