@@ -144,6 +144,13 @@ def a_loss_that_waits(params, x):
     return jax.lax.pmean(x.mean(), AXIS), jax.lax.pmean(grads, AXIS), jax.lax.pmean(loss, AXIS)
 
 
+def many(params, x):
+    """So many that the buffer is split at offsets that XLA does not know; the first is a NaN."""
+    parts = [x[0, : 1 + i % 5] * i for i in range(20)]
+    counts = [jnp.arange(1 + i % 3) + (x[0, 0] > i) for i in range(20)]
+    return jax.lax.psum([parts[0] * jnp.nan, *parts, *counts], AXIS)
+
+
 # For each step, the number of reduced buffers, packed and unpacked. A maximum of floats takes two:
 # one of them marks NaN.
 STEPS = {
@@ -160,6 +167,7 @@ STEPS = {
     "large": (large_ones_alone, 3, 5),
     "groups": (groups_alone, 3, 4),
     "waits": (a_loss_that_waits, 2, 6),
+    "many": (many, 2, 41),
 }
 
 
@@ -272,6 +280,24 @@ def test_packing_keeps_the_order_of_effects(two):
         *(("after", 0.0), ("after", 1.0), ("before", 0.0), ("before", 3.0)),
         *(("total", 3.0), ("total", 3.0)),
     ]
+
+
+@pytest.mark.parametrize("shard", ["none", "model"])
+def test_no_kernel_is_compiled_for_each_array_of_a_buffer(shard):
+    """XLA compiles a kernel for each slice at a constant offset."""
+    strategy = cpu_strategy(2, shard=shard)
+
+    def step(params, batch):
+        grads = jax.grad(lambda p: batch.mean() * sum(jnp.square(x).sum() for x in p))(params)
+        grads = jax.lax.pmean(grads, AXIS)
+        return [p - 0.1 * g for p, g in zip(params, grads, strict=True)]
+
+    params = strategy.init(lambda: [jnp.arange(8.0 + 8 * (i % 2)) for i in range(20)])
+    (batch,) = strategy.distribute_dataset([BATCH])
+    text = inside.lowered(strategy, step, (params, batch)).compile().as_text()
+    assert "dynamic-slice(" in text and text.count(" slice(") < 10
+    new = strategy.run(step, (params, batch))
+    same(new, [p - 0.2 * BATCH.mean() * np.asarray(p) for p in params], rtol=1e-5)
 
 
 def test_report_shows_packed_collectives(two):

@@ -317,12 +317,13 @@ class MeshExecutor(Executor):
         more: list[Any] = [*captured.values()]
         # See `Lowering`. GPUs need no unknown 0.
         late = (op for op in final.everywhere() if op.kind == "gather" and op.inputs[1:])
+        axis, on_host = self.replicas.axis_name, self.replicas.on_host
         delays = bool(final.sharded_inputs) and not self.replicas.on_gpus and any(late)
 
         def replica(*leaves: Any) -> Sequence[Any]:
             arrays = dict(zip(captured, leaves[start:end], strict=True))
             zero = leaves[-1] if delays else None
-            lowering = Lowering(arrays, rules, self.pack_bytes, self.replicas.axis_name, zero)
+            lowering = Lowering(arrays, rules, self.pack_bytes, axis, zero, on_host=on_host)
             results = lowering.run(lowering.joined(final), leaves[:start])
             _require_proved(results, program.finish, program.outputs, len(self.replicas))
             return results

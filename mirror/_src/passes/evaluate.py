@@ -25,7 +25,7 @@ from mirror._src.jaxprs.equations import (
 )
 from mirror._src.jaxprs.primitives import SIMPLE
 from mirror._src.jaxprs.trace import program_of
-from mirror._src.passes.pack import count, join, packed, split
+from mirror._src.passes.pack import count, join, packed, split, split_columns
 from mirror._src.passes.program import (
     Atom,
     Operation,
@@ -86,6 +86,7 @@ class Lowering(Evaluation):
         axis: Name of the mapped axis, along which arrays are sliced; empty without one.
         zero: The integer 0, whose value XLA does not know: see `_after`.
         opens: Whether to inline everything, because operands may come from constant arrays.
+        on_host: Whether the replicas communicate across host devices.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Lowering(Evaluation):
         axis: str = "",
         zero: Any = None,
         opens: bool = False,
+        on_host: bool = False,
     ) -> None:
         self._arrays = arrays
         self._opens_all = opens or bool(arrays)
@@ -104,6 +106,7 @@ class Lowering(Evaluation):
         self._opened: dict[int, tuple[Jaxpr, bool]] = {}
         self.axis = axis
         self.zero = zero
+        self.on_host = on_host
 
     def call(self, program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any]:
         """See `Evaluation.call`."""
@@ -394,7 +397,7 @@ def _pack(run: Lowering, operation: Operation, operands: list[Any]) -> list[Any]
 
 def _all_reduces(run: Lowering, operation: Operation, operands: list[Any]) -> list[Any]:
     (total,) = run.apply(operation.eqn, [join(operands)])
-    return list(jax.lax.optimization_barrier(split(total, operands)))
+    return list(jax.lax.optimization_barrier(split(total, operands, on_host=run.on_host)))
 
 
 def _scatters(run: Lowering, operation: Operation, operands: list[Any]) -> list[Any]:
@@ -404,7 +407,7 @@ def _scatters(run: Lowering, operation: Operation, operands: list[Any]) -> list[
     flat = jax.lax.concatenate([row.reshape(n, row.size // n) for row in rows], 1)
     received = jax.lax.psum_scatter(flat, run.axis, scatter_dimension=0)
     like = [jax.ShapeDtypeStruct((row.shape[0] // n, *row.shape[1:]), row.dtype) for row in rows]
-    parts = jax.lax.optimization_barrier(split(received, like))
+    parts = jax.lax.optimization_barrier(split(received, like, on_host=run.on_host))
     return [jnp.moveaxis(part, 0, axis) for part, axis in zip(parts, axes, strict=True)]
 
 
@@ -412,11 +415,8 @@ def _gathers(run: Lowering, operation: Operation, operands: list[Any]) -> list[A
     axes = list(map(_axis_of, operation.inputs))
     rows = [jnp.moveaxis(part, axis, 0) for part, axis in zip(operands, axes, strict=True)]
     gathered = jax.lax.all_gather(join(rows), run.axis)
-    start, wholes = 0, []
-    for row in rows:
-        block = jax.lax.slice_in_dim(gathered, start, start + row.size, axis=1)
-        wholes.append(block.reshape(gathered.shape[0] * row.shape[0], *row.shape[1:]))
-        start += row.size
+    blocks = split_columns(gathered, [row.size for row in rows], on_host=run.on_host)
+    wholes = [block.reshape(-1, *row.shape[1:]) for block, row in zip(blocks, rows, strict=True)]
     wholes = jax.lax.optimization_barrier(wholes)
     return [jnp.moveaxis(whole, 0, axis) for whole, axis in zip(wholes, axes, strict=True)]
 
