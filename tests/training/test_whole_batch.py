@@ -142,10 +142,10 @@ OF_OWN_ROW = {
 }
 
 
-def first_warnings(loss_fn, **options):
+def first_warnings(loss_fn, devices=2, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        strategy = cpu_strategy(2)
+        strategy = cpu_strategy(devices)
         fit(
             mirror.Trainer(linear(), optax.sgd(0.5), loss_fn, strategy=strategy, **options),
             [TOKENS],
@@ -169,6 +169,22 @@ def test_gradients_of_means_inside_a_loss_are_a_warning(name):
         fix = ["jax.grad(lambda x: losses(x).sum())(x)", "require_equal=False"]
         assert_message(message, names="loss_fn", fix=fix)
     assert first_warnings(OF_ROW_COUNT[name], require_equal=False) == []
+
+
+@rows("name", ["moved", *OF_ROW_COUNT])
+def test_gradients_of_means_inside_a_loss_are_a_warning_with_pieces(name):
+    loss_fn = {"moved": moved_by(lambda g: 3 * g), **OF_ROW_COUNT}[name]
+    for options in ({"accumulate_steps": 2}, {"micro_batch": 4, "steps_per_execution": 2}):
+        (message,) = first_warnings(loss_fn, devices=1, **options)
+        fix = ["jax.grad(lambda x: losses(x).sum())(x)", "require_equal=False"]
+        assert_message(message, names="loss_fn", values="2 pieces", fix=fix)
+    assert first_warnings(loss_fn, devices=1, accumulate_steps=2, require_equal=False) == []
+
+
+@rows("name", [name for name in OF_OWN_ROW if name.startswith(("moved", "own"))])
+def test_losses_that_add_up_to_the_same_are_no_warning_with_pieces(name):
+    assert first_warnings(OF_OWN_ROW[name], devices=1, accumulate_steps=2) == []
+    assert first_warnings(OF_OWN_ROW[name], accumulate_steps=2) == []
 
 
 @rows("name", list(OF_OWN_ROW))

@@ -33,7 +33,7 @@ Step = Callable[..., Any]
 
 _OF_MASK = frozenset({Place("the mask")})
 _MASK = "mask = mirror.example_mask(batch)"
-_COUNTS = "depends on how many examples a replica has, as the gradient of their mean does"
+_COUNTS = "depends on how many examples a {} has, as the gradient of their mean does"
 _SUM = "Inside the loss, differentiate their sum: jax.grad(lambda x: losses(x).sum())(x)"
 _MEANT = (
     "If each replica is meant to use its own examples, pass "
@@ -232,7 +232,7 @@ class RowCheck:
         except Exception:  # it is only a warning; a loss may require more rows, or other ones
             return
         name = _name(step)
-        why, fix = f"{name} {_COUNTS}", _SUM
+        why, fix = f"{name} {_COUNTS.format('replica')}", _SUM
         if places:
             why = f"{name} looks across the examples of each replica at {_lines(places)}"
             fix = "Look across all: mirror.all_gather(x)"
@@ -246,11 +246,12 @@ class RowCheck:
                 )
 
     def warn_of_row_counts(self, step: Step, model: Any, padded: PaddedBatch) -> None:
-        """Warns of a loss whose gradients depend on how many examples a replica has.
+        """Warns of a loss whose gradients depend on how many examples a replica or piece has.
 
         An example is a loss of rows that are moved along the gradient of their mean. Numbers
         decide, in evaluation mode, for the arguments of `warn_of_own_rows`.
         """
+        part = "replica" if self._num_pieces == 1 else "piece"
         try:
             eqns = equations(self._program(step, model, padded)[0].jaxpr)
             is_random = any(eqn.primitive.name in SAMPLER for eqn in eqns)
@@ -259,15 +260,18 @@ class RowCheck:
                 return
             (evaluated,) = copy_of([model])
             evaluated.eval()
-            rows = _every_and_each(*self._first_rows(padded, _MOST_REPLICAS))
+            replicas = self._first_rows(padded, _MOST_REPLICAS)
+            if part == "piece":
+                replicas = jax.tree.map(_in_halves, replicas)
+            rows = _every_and_each(*replicas)
             whole, *parts = [self._gradient(self._gradients[0], evaluated, *each) for each in rows]
         except Exception:  # as in `warn_of_own_rows`
             return
         if (distance := _distance(whole, np.sum(parts, 0))) > _GRADIENT_RTOL:
             self._warn(
                 f"own rows of {_name(step)}",
-                f"{_name(step)} {_COUNTS}: on {counted(len(parts), 'replica')}, its gradients "
-                f"differ by {distance:.1%} from one device. {_SUM}. {_MEANT}",
+                f"{_name(step)} {_COUNTS.format(part)}: in {counted(len(parts), part)}, its "
+                f"gradients differ by {distance:.1%} from the whole batch. {_SUM}. {_MEANT}",
             )
 
     def _has_padding(self, step: Step, model: Any, padded: PaddedBatch) -> bool:
@@ -583,6 +587,12 @@ def _every_and_each(batch: PyTree, mask: np.ndarray) -> list[Any]:
     every = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), (batch, mask))
     parts = [jax.tree.map(lambda x, i=i: x[i : i + 1], (batch, mask)) for i in range(len(mask))]
     return [every, *parts]
+
+
+def _in_halves(x: np.ndarray) -> np.ndarray:
+    """Returns the rows of each replica as the rows of two."""
+    half = x.shape[1] // 2
+    return x[:, : 2 * half].reshape(-1, half, *x.shape[2:])
 
 
 def _differ(x: float, y: float) -> bool:

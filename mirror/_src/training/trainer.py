@@ -924,8 +924,10 @@ class Trainer(Generic[M]):
         sums = functools.reduce(add_on_host, [self._runner.run(each) for each in batches])
         if not self._has_looked:
             self._has_looked = True
-            if isinstance(self._runner, LocalSteps) and self._runner.is_unsure(batches[0]):
+            is_unsure = isinstance(self._runner, LocalSteps) and self._runner.is_unsure(batches[0])
+            if is_unsure:
                 rows.warn_of_own_rows(self._evaluated_examples, model, batches[0])
+            if is_unsure or self.accumulate_steps > 1:
                 rows.warn_of_row_counts(self._evaluated_examples, model, batches[0])
         return sums
 
