@@ -237,12 +237,19 @@ _OF_PROGRAMS = (
         likely="carried_by_a_loop",
     ),
     Fault(
-        "packed slices that are gathered from the start of the buffer",
+        "packed slices that are gathered in another order",
         "mirror/_src/passes/evaluate.py",
-        "start += row.size",
-        "start += 0",
+        "for block, row in zip(blocks, rows, strict=True)",
+        "for block, row in zip(blocks[::-1], rows, strict=True)",
         ("tests/laws/test_passes.py",),
         likely="same_values",
+    ),
+    Fault(
+        "packed arrays that are read from the start of the buffer",
+        "mirror/_src/passes/pack.py",
+        "itertools.accumulate([0, *sizes[:-1]])",
+        "[0 for _ in sizes]",
+        ("tests/passes/test_packing.py",),
     ),
     Fault(
         "small all-reduces that are not joined",
@@ -749,8 +756,8 @@ _OF_RUN = (
     Fault(
         "results that stay allocated",
         f"{_RUN}/recent_arrays.py",
-        "map(ref, arrays)",
-        "[lambda array=array: array for array in arrays]",
+        "Run(map(ref, results))",
+        "Run([lambda array=array: array for array in results])",
         ("tests/engine/test_repeated_calls.py",),
     ),
     Fault(
