@@ -90,7 +90,7 @@ BUDGETS = {
     "strategy": Size(948, 6, 9),
     "training": Size(5919, 32, 64),
     "ps": Size(3603, 20, 67),
-    "tools": Size(2935, 24, 27),
+    "tools": Size(2930, 24, 27),
 }
 
 

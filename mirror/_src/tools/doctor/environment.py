@@ -29,7 +29,6 @@ SUPPORTED = {
     "flax": "0.12.8",
     "optax": "0.2.8",
 }
-_NO_DEADLOCKS = Version("0.12")
 _LEAST_DRIVER = {"jax-cuda12-plugin": 525, "jax-cuda13-plugin": 580}
 _TERMINATE = "--xla_cpu_collective_call_terminate_timeout_seconds"
 _TERMINATE_SECS = 40
@@ -68,14 +67,6 @@ def installed_versions() -> dict[str, str]:
     return versions if driver is None else {**versions, "NVIDIA driver": driver}
 
 
-def deadlocks_on_host(jaxlib: str) -> bool:
-    """Whether this jaxlib deadlocks if many launches on host devices are in flight.
-
-    Seen on 0.10.2 to 0.11.
-    """
-    return base_version(jaxlib) < _NO_DEADLOCKS
-
-
 def check_versions(versions: dict[str, str]) -> Iterator[Check]:
     """Checks that all versions are supported and fit together.
 
@@ -85,7 +76,7 @@ def check_versions(versions: dict[str, str]) -> Iterator[Check]:
     for name, least in SUPPORTED.items():
         yield _check_range(name, versions.get(name), least)
     if "jaxlib" in versions:
-        yield _check_deadlock(versions["jaxlib"])
+        yield _known_fault(versions["jaxlib"])
         for plugin in CUDA_PLUGINS:
             if plugin in versions:
                 yield _check_plugin(plugin, versions)
@@ -104,16 +95,14 @@ def _check_range(name: str, version: str | None, least: str) -> Check:
     return Check(name, "ok", version)
 
 
-def _check_deadlock(jaxlib: str) -> Check:
-    if not deadlocks_on_host(jaxlib):
-        return Check("known faults", "ok", f"none in jaxlib {jaxlib}")
+def _known_fault(jaxlib: str) -> Check:
     return Check(
         "known faults",
         "ok",
-        f"jaxlib {jaxlib} deadlocks if many steps on host devices are in flight; mirror limits "
-        "their number",
-        "mirror does not limit your own jax.pmap calls. Wait for their results every few steps, "
-        "jax.block_until_ready(x), or use Python 3.12 with JAX 0.12.",
+        f"jaxlib {jaxlib} can deadlock if many launches on host devices, or launches of several "
+        "threads, are in flight; mirror limits its own",
+        "Wait for the results of your own jax.pmap calls every few steps: "
+        "jax.block_until_ready(x).",
     )
 
 
