@@ -79,11 +79,11 @@ def test_imports_have_no_cycles():
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
     "base": Size(1110, 14, 13),
-    "devices": Size(2039, 17, 26),
+    "devices": Size(2042, 17, 26),
     "cluster": Size(1173, 7, 20),
     "jaxprs": Size(3249, 16, 30),
-    "passes": Size(2677, 16, 33),
-    "engine": Size(5245, 31, 64),
+    "passes": Size(2679, 16, 33),
+    "engine": Size(5244, 31, 64),
     "inspection": Size(2074, 9, 22),
     "data": Size(1400, 10, 25),
     "keras": Size(500, 5, 5),

@@ -282,10 +282,18 @@ def test_packing_keeps_the_order_of_effects(two):
     ]
 
 
-@pytest.mark.parametrize("shard", ["none", "model"])
-def test_no_kernel_is_compiled_for_each_array_of_a_buffer(shard):
+@rows(
+    "options",
+    {
+        "mirrored": {},
+        "slices": {"shard": "model"},
+        "two on each": {"replicas_per_device": 2},
+        "fixed": {"replicas": 4},
+    },
+)
+def test_no_kernel_is_compiled_for_each_array_of_a_buffer(options):
     """XLA compiles a kernel for each slice at a constant offset."""
-    strategy = cpu_strategy(2, shard=shard)
+    strategy = cpu_strategy(2, **options)
 
     def step(params, batch):
         grads = jax.grad(lambda p: batch.mean() * sum(jnp.square(x).sum() for x in p))(params)

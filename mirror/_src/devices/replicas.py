@@ -149,7 +149,12 @@ class ReplicaDevices:
     @property
     def on_host(self) -> bool:
         """Whether the replicas communicate across host devices, which share one thread pool."""
-        return type_of(self.devices[0]) == "CPU" and len(self.on_mesh) > 1
+        return self.on_cpus and len(self.on_mesh) > 1
+
+    @property
+    def on_cpus(self) -> bool:
+        """Whether the replicas of a program are on host devices."""
+        return type_of(self.devices[0]) == "CPU"
 
     @property
     def on_gpus(self) -> bool:

@@ -59,9 +59,8 @@ def choose(
         return staged
     spans = replicas.spans_processes
     # With a fixed number of replicas, any number of devices runs the same program.
-    on_cpu = backend.type_of(replicas.devices[0]) == "CPU"
     pack_bytes = ops._packed_bytes(
-        on_host=on_cpu if replicas.in_turn else replicas.on_host,
+        on_host=replicas.on_cpus if replicas.in_turn else replicas.on_host,
         spans_processes=spans and not replicas.in_turn,
     )
     executor = MeshExecutor(
@@ -237,7 +236,7 @@ def usable_bytes(device: jax.Device) -> int | None:
 
 def _limit(replicas: ReplicaDevices) -> int | None:
     """Returns the bytes that a program may use on each device; `None` if they are unknown."""
-    if backend.type_of(replicas.devices[0]) == "CPU":  # host devices share the memory
+    if replicas.on_cpus:  # host devices share the memory
         memory = host_memory()
         return None if memory is None else int(_USED * (memory // len(replicas.distinct)))
     limits = list(map(usable_bytes, replicas.distinct))

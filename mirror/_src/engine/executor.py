@@ -256,8 +256,8 @@ class Executor(abc.ABC):
     def staged(self, program: ReplicaProgram, rules: Rules) -> StagedJaxpr:
         """Returns a program split at its collectives."""
         n, per_replica = len(self.replicas), [kind.is_own for kind in program.inputs]
-        axis_name = self.replicas.axis_name
-        settings = Settings(n, self.pack_bytes, per_replica, axis_name=axis_name)
+        axis, on_cpus = self.replicas.axis_name, self.replicas.on_cpus
+        settings = Settings(n, self.pack_bytes, per_replica, axis_name=axis, on_cpus=on_cpus)
         mirrored = [not kind.is_own for kind in program.outputs]
         return stage_program(program.jaxprs, settings, mirrored, rules)
 
@@ -317,13 +317,13 @@ class MeshExecutor(Executor):
         more: list[Any] = [*captured.values()]
         # See `Lowering`. GPUs need no unknown 0.
         late = (op for op in final.everywhere() if op.kind == "gather" and op.inputs[1:])
-        axis, on_host = self.replicas.axis_name, self.replicas.on_host
+        axis, on_cpus = self.replicas.axis_name, self.replicas.on_cpus
         delays = bool(final.sharded_inputs) and not self.replicas.on_gpus and any(late)
 
         def replica(*leaves: Any) -> Sequence[Any]:
             arrays = dict(zip(captured, leaves[start:end], strict=True))
             zero = leaves[-1] if delays else None
-            lowering = Lowering(arrays, rules, self.pack_bytes, axis, zero, on_host=on_host)
+            lowering = Lowering(arrays, rules, self.pack_bytes, axis, zero, on_cpus=on_cpus)
             results = lowering.run(lowering.joined(final), leaves[:start])
             _require_proved(results, program.finish, program.outputs, len(self.replicas))
             return results

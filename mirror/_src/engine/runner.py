@@ -19,7 +19,6 @@ from mirror._src.base.naming import name_of
 from mirror._src.base.types import PyTree, StepFunction
 from mirror._src.cluster import store
 from mirror._src.cluster.ledger import ledger
-from mirror._src.devices.backend import type_of
 from mirror._src.devices.launch import require_not_forked, started_in
 from mirror._src.devices.malloc import keep_freed_memory
 from mirror._src.devices.replicas import ReplicaDevices
@@ -81,7 +80,7 @@ class Runner:
     ) -> None:
         require_not_forked()
         self._process = started_in()
-        if type_of(replicas.devices[0]) == "CPU":
+        if replicas.on_cpus:
             keep_freed_memory()
         self.replicas = replicas
         self._ops = ops

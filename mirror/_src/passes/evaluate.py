@@ -86,7 +86,7 @@ class Lowering(Evaluation):
         axis: Name of the mapped axis, along which arrays are sliced; empty without one.
         zero: The integer 0, whose value XLA does not know: see `_after`.
         opens: Whether to inline everything, because operands may come from constant arrays.
-        on_host: Whether the replicas communicate across host devices.
+        on_cpus: Whether the replicas are on host devices.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Lowering(Evaluation):
         axis: str = "",
         zero: Any = None,
         opens: bool = False,
-        on_host: bool = False,
+        on_cpus: bool = False,
     ) -> None:
         self._arrays = arrays
         self._opens_all = opens or bool(arrays)
@@ -106,7 +106,7 @@ class Lowering(Evaluation):
         self._opened: dict[int, tuple[Jaxpr, bool]] = {}
         self.axis = axis
         self.zero = zero
-        self.on_host = on_host
+        self.on_cpus = on_cpus
 
     def call(self, program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any]:
         """See `Evaluation.call`."""
@@ -397,7 +397,7 @@ def _pack(run: Lowering, operation: Operation, operands: list[Any]) -> list[Any]
 
 def _all_reduces(run: Lowering, operation: Operation, operands: list[Any]) -> list[Any]:
     (total,) = run.apply(operation.eqn, [join(operands)])
-    return list(jax.lax.optimization_barrier(split(total, operands, on_host=run.on_host)))
+    return list(jax.lax.optimization_barrier(split(total, operands, on_cpus=run.on_cpus)))
 
 
 def _scatters(run: Lowering, operation: Operation, operands: list[Any]) -> list[Any]:
@@ -407,7 +407,7 @@ def _scatters(run: Lowering, operation: Operation, operands: list[Any]) -> list[
     flat = jax.lax.concatenate([row.reshape(n, row.size // n) for row in rows], 1)
     received = jax.lax.psum_scatter(flat, run.axis, scatter_dimension=0)
     like = [jax.ShapeDtypeStruct((row.shape[0] // n, *row.shape[1:]), row.dtype) for row in rows]
-    parts = jax.lax.optimization_barrier(split(received, like, on_host=run.on_host))
+    parts = jax.lax.optimization_barrier(split(received, like, on_cpus=run.on_cpus))
     return [jnp.moveaxis(part, 0, axis) for part, axis in zip(parts, axes, strict=True)]
 
 
@@ -415,7 +415,7 @@ def _gathers(run: Lowering, operation: Operation, operands: list[Any]) -> list[A
     axes = list(map(_axis_of, operation.inputs))
     rows = [jnp.moveaxis(part, axis, 0) for part, axis in zip(operands, axes, strict=True)]
     gathered = jax.lax.all_gather(join(rows), run.axis)
-    blocks = split_columns(gathered, [row.size for row in rows], on_host=run.on_host)
+    blocks = split_columns(gathered, [row.size for row in rows], on_cpus=run.on_cpus)
     wholes = [block.reshape(-1, *row.shape[1:]) for block, row in zip(blocks, rows, strict=True)]
     wholes = jax.lax.optimization_barrier(wholes)
     return [jnp.moveaxis(whole, 0, axis) for whole, axis in zip(wholes, axes, strict=True)]

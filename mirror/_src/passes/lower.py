@@ -52,7 +52,7 @@ def rules_for(replicas: ReplicaDevices) -> Rules:
 def compiler_options(replicas: ReplicaDevices) -> Mapping[str, str]:
     """Returns XLA's options for programs on these devices, unless the user sets them."""
     is_set = setting() == "xla" or _YNN in os.environ.get("XLA_FLAGS", "")
-    is_slow = jax.__version_info__ < (0, 13) and backend.type_of(replicas.devices[0]) == "CPU"
+    is_slow = jax.__version_info__ < (0, 13) and replicas.on_cpus
     return _WITHOUT_YNN_CONVOLUTIONS if is_slow and not is_set else {}
 
 

@@ -114,19 +114,19 @@ def join(leaves: Sequence[Array]) -> Array:
     return jax.lax.concatenate([jax.lax.reshape(leaf, (leaf.size,)) for leaf in leaves], 0)
 
 
-def split(flat: Array, like: Sequence[Any], *, on_host: bool = False) -> list[Array]:
+def split(flat: Array, like: Sequence[Any], *, on_cpus: bool = False) -> list[Array]:
     """Splits a buffer into arrays with the sizes and shapes of `like`; see `split_columns`."""
-    parts = split_columns(flat, [leaf.size for leaf in like], on_host=on_host)
+    parts = split_columns(flat, [leaf.size for leaf in like], on_cpus=on_cpus)
     return [jax.lax.reshape(part, leaf.shape) for part, leaf in zip(parts, like, strict=True)]
 
 
-def split_columns(buffer: Array, sizes: Sequence[int], *, on_host: bool) -> Sequence[Array]:
-    """Splits a buffer along its last axis, on host devices or others.
+def split_columns(buffer: Array, sizes: Sequence[int], *, on_cpus: bool) -> Sequence[Array]:
+    """Splits a buffer along its last axis.
 
     On CPUs, XLA compiles a kernel for each constant offset, 5 ms each, but only one for each size
     if offsets are operands (JAX 0.10.2, 0.12.0.1). It does not look through a conditional.
     """
-    if not on_host or len(sizes) < _MANY:
+    if not on_cpus or len(sizes) < _MANY:
         return jax.lax.split(buffer, sizes, buffer.ndim - 1)
     offsets = tuple(map(np.int32, itertools.accumulate([0, *sizes[:-1]])))
     first = jax.lax.reshape(jax.lax.slice(buffer, [0] * buffer.ndim, [1] * buffer.ndim), ())

@@ -183,6 +183,7 @@ class Settings(NamedTuple):
         kept_bytes: Bytes of gathered values that are kept for later reads. `None` for the largest.
         axis_name: Name of the replica axis.
         in_rounds: Whether the host runs all collectives, in rounds between stages.
+        on_cpus: Whether the replicas are on host devices.
     """
 
     num_replicas: int = 1
@@ -193,6 +194,7 @@ class Settings(NamedTuple):
     in_rounds: bool = False
     min_bytes: float = math.inf
     kept_bytes: int | None = None
+    on_cpus: bool = False
 
 
 def _sharded(atoms: Iterable[Atom]) -> dict[int, int]:

@@ -9,6 +9,7 @@ turn. The level of a value is the number of rounds of communication that it depe
 computations of one level form a stage. The collectives of one level run together.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -156,7 +157,8 @@ class _Builder:
         lines = list(map(user_line, eqns))
         self.add(Collective([flat], [reduced], eqns[0].primitive.name, eqns[0].params, lines))
         results = list(map(Value, avals))
-        return self.add(Computation([reduced], results, lambda x: split(x, avals)))
+        parts = functools.partial(split, like=avals, on_cpus=self.settings.on_cpus)
+        return self.add(Computation([reduced], results, parts))
 
     def constant(self, value: Any) -> Atom:
         """Returns a value for an array, which is an input of stages, or a constant for a number."""
