@@ -221,7 +221,7 @@ class Goal(NamedTuple):
         """Returns the ratio with its interval, and whether the goal is reached."""
         if self.limit is not None:
             found = stats.ratio(times, self.name, self.base)
-            goal, verdict = f"at most {self.limit:g}", found.at_most(self.limit)
+            goal, verdict = f"at most {self.limit:g}", str(found.at_most(self.limit))
             what = "time"
         else:
             found = stats.ratio(times, self.base, self.name)

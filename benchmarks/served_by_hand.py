@@ -99,9 +99,10 @@ class Chain:
 
     def __init__(self, layers: Leaves, batch: Any, *, computes: bool = True) -> None:
         options = {"num_cpus": 0, "runtime_env": {"env_vars": ENVIRONMENT}}
-        actor = Server if computes else Bytes
-        self._server = ray.remote(actor).options(**options).remote(layers)
-        self._worker = ray.remote(Worker).options(**options).remote(computes)
+        actor: Any = Server if computes else Bytes
+        self._server: Any = ray.remote(actor).options(**options).remote(layers)
+        worker: Any = ray.remote(Worker)
+        self._worker: Any = worker.options(**options).remote(computes)
         self._batch = batch
 
     def take(self, steps: int) -> list[float]:

@@ -123,7 +123,7 @@ def through_mirror(model: Model, num_devices: int, shard: Any) -> Contender:
 
     state = strategy.init(lambda key: state_of(model, key), jax.random.key(0))
     (batch,) = strategy.distribute_dataset([np.concatenate([model.batch] * num_devices)])
-    examined = strategy._runner.examined_without_arrays(step, (state, batch), {}, (0,))
+    examined = strategy._runner.examined_without_arrays(step, (state, batch), (0,))
     assert examined.lowered is not None  # it is one program
     run = lambda state, batch: strategy.run(step, (state, batch), donate_argnums=0)  # noqa: E731
     return Contender(run, state, batch, examined.lowered.compile())
@@ -216,7 +216,7 @@ def measure_alone(name: str, key: str, num_devices: int) -> dict[str, float]:
     for _ in range(_STEPS):
         contender, secs = advanced(contender)
         times.append(secs)
-    memory = contender.compiled.memory_analysis()
+    memory: Any = contender.compiled.memory_analysis()
     return {
         "state": memory.argument_size_in_bytes,
         "temporaries": memory.temp_size_in_bytes,
@@ -237,7 +237,8 @@ def measure(name: str, num_devices: int, rounds: int) -> None:
             built[key], secs = advanced(contender)
             times[key].append(secs)
     for key, contender in built.items():
-        memory, text = contender.compiled.memory_analysis(), contender.compiled.as_text() or ""
+        memory: Any = contender.compiled.memory_analysis()
+        text = contender.compiled.as_text() or ""
         sent = Counter(re.findall(r" (all-gather|reduce-scatter|all-reduce)(?:-start)?\(", text))
         pairs = zip(times[key], times["mirrored"], strict=True)
         ratio = statistics.median(mine / mirrored for mine, mirrored in pairs)
