@@ -641,8 +641,8 @@ _OF_RUN = (
     Fault(
         "a Ctrl-C that is lost while an array is freed",
         f"{_RUN}/recent_arrays.py",
-        "ref(array, functools.partial(self._references.pop, key))",
-        "ref(array, lambda _: self._references.pop(key))",
+        "dict.fromkeys(keys, ref(array))",
+        "dict.fromkeys(keys, ref(array, lambda _: [self.get(key) for key in keys]))",
         ("tests/engine/test_repeated_calls.py",),
         likely="interrupt_is_raised",
     ),

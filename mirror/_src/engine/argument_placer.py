@@ -164,7 +164,7 @@ class ArgumentPlacer:
                 if placement_log.on:
                     placement_log.mirrored(name(), leaf, self._replicas.devices)
                 require_not_stacked(name, leaf, self._replicas.axis_name)
-                self._unshared.add(id(placed), placed)
+                self._unshared.add(placed, id(placed))
             elif placed is leaf and isinstance(leaf, jax.Array):
                 accepted, sharding = self._stacked if is_own else self._mirrored, leaf.sharding
                 if id(sharding) not in accepted and sharding in accepted.values():
@@ -183,7 +183,7 @@ class ArgumentPlacer:
         """
         placed = self._replicas.borrow(tree, self._replicas.mirrored)
         for leaf in jax.tree.leaves(placed):
-            self._unshared.add(id(leaf), leaf)
+            self._unshared.add(leaf, id(leaf))
         return placed
 
     def copy_repeated(
@@ -311,9 +311,8 @@ class ArgumentPlacer:
             if is_owned or not taken.isdisjoint(addresses):
                 leaves[i] = self._replicas.copy(leaves[i])
                 addresses = buffers_of(leaves[i])
-            checked.add(id(leaves[i]), leaves[i])
-            for key in addresses:
-                self._owners.add(key, leaves[i])
+            checked.add(leaves[i], id(leaves[i]))
+            self._owners.add(leaves[i], *addresses)
 
     def _reshard_leaf(self, leaf: Any, kind: Kind) -> Any:
         if kind.is_own:

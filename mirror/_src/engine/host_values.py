@@ -159,6 +159,6 @@ class HostValues:
         return _on_device(leaf)
 
     def _remember(self, passed: Any, leaf: Array) -> None:
-        self._known.add(id(leaf), leaf)
+        self._known.add(leaf, id(leaf))
         if passed is not leaf and isinstance(passed, jax.Array):  # which no one can change
-            self._known.add(id(passed), passed)
+            self._known.add(passed, id(passed))

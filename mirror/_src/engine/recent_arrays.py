@@ -34,20 +34,25 @@ address = object.__hash__
 class WeakArrays:
     """Arrays by key, without those that have been freed.
 
-    Unlike `WeakValueDictionary`, it runs no Python code when an array is freed: Python drops an
-    exception there, so a Ctrl-C would be lost (1.6 % of them, in a loop of short steps).
+    Unlike `WeakValueDictionary`, it runs no code when an array is freed: Python drops an exception
+    there, so a Ctrl-C would be lost (1.6 % of them, in a loop of short steps).
     """
 
     def __init__(self) -> None:
         self._references: dict[int, Ref] = {}
+        self._max_size = _FIRST_SIZE
 
     def get(self, key: int) -> Any:
         """Returns the array of a key, or None."""
         return self._references.get(key, _DEAD)()
 
-    def add(self, key: int, array: Any) -> None:
-        """Adds an array, or replaces the one that the key has."""
-        self._references[key] = ref(array, functools.partial(self._references.pop, key))
+    def add(self, array: Any, *keys: int) -> None:
+        """Adds an array, or replaces those that the keys have."""
+        self._references.update(dict.fromkeys(keys, ref(array)))
+        if len(self._references) > self._max_size:
+            pairs = list(self._references.items())
+            self._references = {key: found for key, found in pairs if found() is not None}
+            self._max_size = 2 * len(self._references) + _FIRST_SIZE
 
 
 @final
@@ -231,5 +236,5 @@ class MirroredCopies:
         for i in positions:
             leaf, copy = leaves[i], placed[i]
             if copy is not leaf and isinstance(leaf, jax.Array):
-                drop: Any = functools.partial(self._copies.pop, i)  # in C; see `WeakArrays`
+                drop: Any = functools.partial(self._copies.pop, i)  # in C: see `WeakArrays`
                 self._copies[i] = i, ref(leaf, drop), copy
