@@ -315,9 +315,9 @@ class MeshExecutor(Executor):
         start = len(program.inputs)
         end = start + len(captured)
         more: list[Any] = [*captured.values()]
+        axis, on_cpus = self.replicas.axis_name, self.replicas.on_cpus
         # See `Lowering`. GPUs need no unknown 0.
         late = (op for op in final.everywhere() if op.kind == "gather" and op.inputs[1:])
-        axis, on_cpus = self.replicas.axis_name, self.replicas.on_cpus
         delays = bool(final.sharded_inputs) and not self.replicas.on_gpus and any(late)
 
         def replica(*leaves: Any) -> Sequence[Any]:

@@ -76,7 +76,8 @@ def check_versions(versions: dict[str, str]) -> Iterator[Check]:
     for name, least in SUPPORTED.items():
         yield _check_range(name, versions.get(name), least)
     if "jaxlib" in versions:
-        yield _known_fault(versions["jaxlib"])
+        if base_version(versions["jaxlib"]) < Version(BEYOND):
+            yield _known_fault(versions["jaxlib"])
         for plugin in CUDA_PLUGINS:
             if plugin in versions:
                 yield _check_plugin(plugin, versions)
@@ -101,8 +102,7 @@ def _known_fault(jaxlib: str) -> Check:
         "ok",
         f"jaxlib {jaxlib} can deadlock if many launches on host devices, or launches of several "
         "threads, are in flight; mirror limits its own",
-        "Wait for the results of your own jax.pmap calls every few steps: "
-        "jax.block_until_ready(x).",
+        "Wait for your own jax.pmap calls every few steps: jax.block_until_ready(x).",
     )
 
 
