@@ -244,6 +244,21 @@ def test_results_of_another_program_are_not_visited_in_python(monkeypatch):
     assert events_for(10) == events_for(20)
 
 
+def test_no_call_searches_for_results_that_were_donated(monkeypatch):
+    """References to them were dropped in one call of a few, by a search of all launches."""
+    strategy = MAKERS["one replica"]()
+    inside.stop_logging_launches(monkeypatch)
+    state, batch = {f"w{i}": jnp.zeros(2) for i in range(300)}, own(strategy)
+
+    def call() -> None:
+        nonlocal state
+        state, _ = strategy.run(update, (state, batch), donate_argnums=0)
+
+    for _ in range(5):
+        call()
+    assert max(num_own_calls(call) for _ in range(20)) <= 40
+
+
 @rows(
     "error",
     {

@@ -416,8 +416,9 @@ def test_unreadable_scripts_are_rejected(tmp_path, monkeypatch):
 
 
 BAD_OPTIONS = {
-    "no devices": (["--devices", "0", "x.py"], "positive integer"),
-    "not a number": (["--devices", "two", "x.py"], "positive integer"),
+    "no devices": (["--devices", "0", "x.py"], "from 1 to 1024"),
+    "not a number": (["--devices", "two", "x.py"], "from 1 to 1024"),
+    "too many": (["--devices", "99999", "x.py"], "from 1 to 1024"),
     "no script": ([], "SCRIPT"),
     "an unknown option": (["--devcies", "2", "x.py"], "--devices"),
 }

@@ -203,7 +203,7 @@ class ArgumentPlacer:
         donated, record = program.donated, call.record
         if not donated and record is None:
             return leaves
-        assigned = frozenset[int]()
+        assigned: frozenset[int] = frozenset()
         if record is not None and record.assigned:
             assigned = assigned.union(*filter(None, map(record.assigned.get, program.changed)))
         leaves = list(leaves) if prepared.new or assigned else leaves

@@ -217,11 +217,11 @@ def hoist(args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
     """Separates the nnx objects that are arguments themselves: the common case, and fast."""
     objects: list[Any] = []
     rest, named = list(args), kwargs
-    for i, value in enumerate(args):
+    for i, value in enumerate(args) if True in map(_are_objects, map(type, args)) else ():
         if _are_objects(type(value)):
             rest[i] = _placeholder(len(objects))
             objects.append(value)
-    for name, value in kwargs.items():
+    for name, value in kwargs.items() if kwargs else ():
         if _are_objects(type(value)):
             named = {**named, name: _placeholder(len(objects))}
             objects.append(value)
@@ -458,7 +458,7 @@ class Call(NamedTuple):
         return (
             layout,
             layout.static_key(leaves) if layout.static else (),
-            tuple(map(_get_shape, map(leaves.__getitem__, layout.rows))),
+            tuple(map(_get_shape, map(leaves.__getitem__, layout.rows))) if layout.rows else (),
             record.structure if record is not None else None,
             self.donate_argnums,
         )

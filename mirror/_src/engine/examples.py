@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mirror._src.base.types import Array, PyTree
-from mirror._src.engine.replica_context import current_frame
+from mirror._src.engine.replica_context import current_replica
 
 
 def example_keys(key: Array, batch: PyTree) -> Array:
@@ -34,8 +34,7 @@ def example_keys(key: Array, batch: PyTree) -> Array:
     >>> dropout(jnp.ones((2, 3)), jax.random.key(0)).shape
     (2, 3)
     """
-    size, frame = _num_rows("example_keys", batch), current_frame()
-    replica = None if frame is None else frame.replica
+    size, replica = _num_rows("example_keys", batch), current_replica()
     positions = jnp.arange(size) if replica is None else replica._positions(size)
     return jax.vmap(jax.random.fold_in, (None, 0))(key, positions)
 
@@ -79,9 +78,8 @@ def example_mask(batch: PyTree) -> Array:
     >>> loss_fn(model, jnp.ones((4, 2))).shape
     (4,)
     """
-    size = _num_rows("example_mask", batch)
-    frame = current_frame()
-    mask = None if frame is None or frame.replica is None else frame.replica.mask
+    size, replica = _num_rows("example_mask", batch), current_replica()
+    mask = None if replica is None else replica.mask
     if mask is None:
         return jnp.ones(size, bool)
     if mask.shape != (size,):
@@ -96,8 +94,7 @@ def example_mask(batch: PyTree) -> Array:
 @contextlib.contextmanager
 def masking(mask: Array) -> Iterator[None]:
     """Context manager in which `example_mask` returns this mask in the current replica."""
-    frame = current_frame()
-    replica = None if frame is None else frame.replica
+    replica = current_replica()
     if replica is None:
         yield
         return

@@ -111,19 +111,19 @@ class MeshProgram(CompiledProgram):
 
     def __call__(self, leaves: Sequence[Any], outputs: list[Any]) -> None:
         """See `CompiledProgram`. If launches are bounded, the last output is a token."""
-        arguments = [*leaves, *self._more]
-        program = self._compiled
+        arguments = [*leaves, *self._more] if self._more else leaves
+        program, bounded = self._compiled, self._bounded
         # `jax.jit` would compile again for other weak types, but it alone names what makes a NaN.
         if self._is_fixed and not (jax.debug_nans.value or jax.debug_infs.value):
             self.compile()
             program = self._executable
-        start = functools.partial(launch, program, arguments, outputs, self._described)
         if self._is_compiled and not self._ends_in_python:
-            start(bounded=self._bounded)
+            launch(program, arguments, outputs, self._described, bounded=bounded)
             return
         # A first call runs Python code after the launch, and compiles unless `compile` has.
         with interrupts.DeferredInterrupts(watches=not self._is_compiled):
-            start(bounded=self._bounded, compiles=not self._is_compiled)
+            compiles = not self._is_compiled
+            launch(program, arguments, outputs, self._described, bounded=bounded, compiles=compiles)
         self._is_compiled = True
 
     def compile(self) -> None:

@@ -173,9 +173,8 @@ def divergence_message(step_name: str, causes: Iterable[str]) -> str:
 
 def cause(mark: Mark, leaf_names: Sequence[str]) -> str:
     """Returns a description of what made a value per-replica, with the user's names."""
-    if isinstance(mark.origin, int):
-        return f"computed from {leaf_names[mark.origin]} without an all-reduce"
-    return f"computed from {mark.origin} without an all-reduce"
+    origin = leaf_names[mark.origin] if isinstance(mark.origin, int) else mark.origin
+    return f"computed from {origin} without an all-reduce"
 
 
 IF_INTENDED = (
@@ -310,10 +309,9 @@ def carried_state(
     for _, matches in _matches(call, step, avals, donated):
         for pairs in matches:
             new = {step.num_state + i: k for i, k in pairs}
-            is_free = carried.keys().isdisjoint(new) and set(carried.values()).isdisjoint(
-                new.values()
-            )
-            if is_free and not any(per_replica[k] for k in new.values()):
+            inputs, outputs = set(new), set(new.values())
+            is_free = carried.keys().isdisjoint(inputs) and outputs.isdisjoint(carried.values())
+            if is_free and not any(per_replica[k] for k in outputs):
                 carried |= new
                 break
     return list(carried.items())

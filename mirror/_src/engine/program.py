@@ -1,6 +1,5 @@
 """`StepProgram`: a traced and proved step, compiled; `ExaminedStep`: a call of one, for reports."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from mirror._src.engine.executor import (
 from mirror._src.engine.nnx.structure import follow
 from mirror._src.engine.per_replica import PerReplica
 from mirror._src.engine.plan import Plan
-from mirror._src.engine.recent_arrays import KnownLeaves, MirroredCopies, RecentArrays
+from mirror._src.engine.recent_arrays import KnownLeaves, MirroredCopies, RecentArrays, taking
 from mirror._src.engine.replica_function import ReplicaFunction, TracedStep
 from mirror._src.jaxprs.equations import arrays_in
 from mirror._src.passes.callbacks import CallbackGuard, calls_back, check_callbacks, is_callback
@@ -87,7 +86,8 @@ class StepProgram:
         self.final = analysis.final
         self.kinds: Sequence[Kind] = _kinds(step.per_replica, self.final.sharded_inputs)
         outputs = [step.per_replica[i] for i in plan.changed] + plan.per_replica_results
-        self._are_mirrored = [not is_own for is_own in plan.per_replica_results]
+        mirrored = [i for i, is_own in enumerate(plan.per_replica_results) if not is_own]
+        self._mirrored_results = taking(mirrored)
         self.known = KnownLeaves()
         self.copies = MirroredCopies()
         self.num_reshards = 0
@@ -155,9 +155,8 @@ class StepProgram:
         self.runs += 1
         results = outputs[self._results]
         state = call.record.last if call.record is not None else None
-        mirrored = itertools.compress(results, self._are_mirrored)
         donated = leaves[self.donated[0]] if self.donated else None
-        self.known.record_launch(mirrored, state, donated)
+        self.known.record_launch(self._mirrored_results(results), state, donated)
         recent.add(self.known.last)
         if not self._static_results:
             return self._out_tree.unflatten(results)

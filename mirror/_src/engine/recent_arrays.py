@@ -14,7 +14,7 @@ import functools
 import itertools
 import operator
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 from weakref import ref
 
@@ -61,20 +61,28 @@ class Run:
 
     Args:
         references: The references.
+
+    Attributes:
+        size: Number of references, before they were dropped.
+        is_dropped: Whether the arrays have been donated.
     """
 
-    def __init__(self, references: Iterable[Ref] = ()) -> None:
-        self.references = list(references)
+    def __init__(self, references: list[Ref]) -> None:
+        self.references = references
+        self.size = len(references)
+        self.is_dropped = False
 
-    def without_freed(self) -> "Run":
-        """Returns a run without the references to arrays that have been freed."""
+    def forget_freed(self) -> None:
+        """Drops the references to arrays that have been freed."""
         arrays = map(operator.call, self.references)
         are_alive = map(operator.is_not, arrays, itertools.repeat(None))
-        return Run(itertools.compress(self.references, are_alive))
+        self.references = list(itertools.compress(self.references, are_alive))
+        self.size = len(self.references)
+        vars(self).pop("table", None)
 
     def drop(self) -> None:
-        """Drops the references, because the arrays have been donated."""
-        self.references[:] = [_DEAD] * len(self.references)
+        """Drops all references, because the arrays have been donated."""
+        self.is_dropped, self.references = True, []
         vars(self).pop("table", None)
 
     @functools.cached_property  # most runs are never searched
@@ -100,15 +108,18 @@ class RecentArrays:
         """Adds the results of a launch."""
         if not run.references:
             return
+        while self._runs and self._runs[0].is_dropped:  # most often, by the launch of `run`
+            self._size -= self._runs.popleft().size
         # Python's garbage collector visits all references: a step with 400 leaves took 1.5 ms
         # instead of 0.5 ms. A run without references stays: see above.
         if self._size > self._max_size:
-            for i, each in enumerate(self._runs):
-                self._runs[i] = each.without_freed()
-            self._size = sum(len(each.references) for each in self._runs)
+            for each in self._runs:
+                if each.references:
+                    each.forget_freed()
+            self._size = sum(each.size for each in self._runs)
             self._max_size = 2 * self._size + _FIRST_SIZE
         self._runs.appendleft(run)
-        self._size += len(run.references)
+        self._size += run.size
 
     def exclude(self, leaves: Sequence[Any], positions: Sequence[int]) -> Sequence[int]:
         """Returns the positions whose leaves are not recent results."""
@@ -128,6 +139,14 @@ class RecentArrays:
         return positions
 
 
+def taking(positions: list[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Returns a function that returns the items of a list at some positions."""
+    first, count = positions[0] if positions else 0, len(positions)
+    if positions == list(range(first, first + count)):  # the usual case, and fast
+        return operator.itemgetter(slice(first, first + count))
+    return operator.itemgetter(*positions)
+
+
 @final
 class KnownLeaves:
     """The leaves that successive calls of a program are expected to have.
@@ -141,11 +160,14 @@ class KnownLeaves:
     """
 
     def __init__(self) -> None:
-        self.last = Run()
+        self.last = Run([])
         self.num_surprises = 0
+        self._last: list[Ref] = []  # also those to freed arrays
         self._state: Ref = _DEAD  # weak: it may be a whole trained model
-        self._positions: list[int] | None = None  # of expected leaves: results, then constants
+        # Takes the expected leaves of a call, results and then constants. None before `expect`.
+        self._expected: Callable[[list[Any]], Sequence[Any]] | None = None
         self._sources: list[int] = []  # of results, in the last launch
+        self._results = taking([])  # takes them
         self._constants: list[Ref] = []
         self._new: list[int] = []  # positions of the other leaves
         self._previous: dict[int, Ref] = {}  # leaves of an earlier call, by position
@@ -159,10 +181,12 @@ class KnownLeaves:
             donated: The first leaf that the user has donated to it, or None.
         """
         # Before there are new references, or they would often start a garbage collection.
-        last = self.last.references
-        if donated is not None and self._sources and last[self._sources[0]]() is donated:
+        last, sources = self._last, self._sources
+        if donated is not None and sources and last[sources[0]]() is donated:
+            last[:] = [_DEAD] * len(last)
             self.last.drop()
-        self.last = Run(map(ref, results))
+        self._last = list(map(ref, results))
+        self.last = Run(self._last)
         self._state = ref(state) if state is not None else _DEAD
 
     def find(self, leaves: list[Any], state: list[Any]) -> Sequence[int] | None:
@@ -171,11 +195,11 @@ class KnownLeaves:
         If another program wrote the objects' state, one of the leaves may now be part of it, and
         would be donated: nothing is expected then.
         """
-        if self._positions is None or (state and self._state() is not state):
+        if self._expected is None or (state and self._state() is not state):
             return None
-        results = map(self.last.references.__getitem__, self._sources)
+        results = self._results(self._last)
         expected = map(operator.call, itertools.chain(results, self._constants))
-        if not all(map(operator.is_, map(leaves.__getitem__, self._positions), expected)):
+        if not all(map(operator.is_, self._expected(leaves), expected)):
             return None
         return self._new
 
@@ -186,7 +210,7 @@ class KnownLeaves:
             leaves: Leaves of a call, before its launch.
             mirrored: Positions of the mirrored ones.
         """
-        results = map(operator.call, self.last.references)
+        results = map(operator.call, self._last)
         indices = {address(array): k for k, array in enumerate(results) if array is not None}
         known: dict[int, int] = {}
         constants: dict[int, Ref] = {}
@@ -196,8 +220,8 @@ class KnownLeaves:
                 known[i] = k
             elif self._previous.get(i, _DEAD)() is leaves[i]:
                 constants[i] = self._previous[i]
-        self._positions, self._sources = [*known, *constants], list(known.values())
-        self._constants = list(constants.values())
+        self._expected, self._sources = taking([*known, *constants]), list(known.values())
+        self._results, self._constants = taking(self._sources), list(constants.values())
         self._new = [i for i in mirrored if i not in known and i not in constants]
         self._previous = {i: ref(leaves[i]) for i in mirrored}
 
@@ -214,8 +238,7 @@ class MirroredCopies:
 
     def use(self, leaves: list[Any]) -> list[Any]:
         """Returns the leaves with copies in place of the arrays that the last call had, too."""
-        kept = list(self._copies.values())  # an array may be freed at any time
-        if not kept:
+        if not self._copies or not (kept := list(self._copies.values())):  # freed at any time
             return leaves
         positions, originals, copies = zip(*kept, strict=True)
         if any_deleted(copies):

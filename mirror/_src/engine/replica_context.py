@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -180,14 +180,10 @@ class ReplicaContext:
         """
         self._require_alive()
         op = require_op("mirror.all_reduce", op, tree)
-        treedef: Any
         leaves, treedef = jax.tree.flatten(tree)
-        if self._in_step:
-            reduced = self._strategy.cross_device_ops.all_reduce(op, leaves)
-        else:
-            reduced = [prepare(op, leaf) for leaf in leaves]
-        result: T = treedef.unflatten(reduced)
-        return result
+        ops = self._strategy.cross_device_ops
+        reduced = ops.all_reduce(op, leaves) if self._in_step else [prepare(op, x) for x in leaves]
+        return cast(T, jax.tree.unflatten(treedef, reduced))
 
     @api_boundary
     def all_gather(self, tree: T, axis: int = 0) -> T:
@@ -223,8 +219,7 @@ class ReplicaContext:
                 )
             return gather(leaf, axis) if self._in_step else leaf
 
-        result: T = jax.tree.map(join, tree)
-        return result
+        return cast(T, jax.tree.map(join, tree))
 
     @api_boundary
     def fold_in(self, key: Array) -> Array:
@@ -267,7 +262,6 @@ class ReplicaContext:
         Array(3., dtype=float32)
         """
         self._require_alive()
-        treedef: Any
         leaves, treedef = jax.tree.flatten(tree)
         arrays = list(map(jnp.asarray, leaves))
         inexact = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -282,7 +276,7 @@ class ReplicaContext:
         identity.defvjp(lambda values: (values, None), backward)
         for i, value in zip(inexact, identity([arrays[i] for i in inexact]), strict=True):
             arrays[i] = value
-        return treedef.unflatten(arrays)
+        return jax.tree.unflatten(treedef, arrays)
 
 
 class Frame(NamedTuple):
@@ -308,6 +302,12 @@ def current_frame() -> Frame | None:
     """Returns the top of this thread's stack, or `None` outside every scope and replica."""
     frames = stack.frames
     return frames[-1] if frames else None
+
+
+def current_replica() -> ReplicaContext | None:
+    """Returns the context of the current replica, or `None` outside every replica."""
+    frame = current_frame()
+    return None if frame is None else frame.replica
 
 
 def current_task() -> Any:

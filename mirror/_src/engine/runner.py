@@ -314,9 +314,10 @@ class Runner:
             leaves, layout = self._flatten(fn, tree, step)
         captured = step.captured(fn) if step.variables else ()
         objects = [*objects, *captured] if captured else objects
-        record, state = None, list[Any]()
+        record: Record | None = None
+        state: list[Any] = []  # `list[Any]()` would take as long as ten of these lines
         if objects:
-            names = functools.partial(object_names, fn, tree, objects, captured)
+            names = lambda: object_names(fn, tree, objects, captured)  # noqa: E731
             record, state = self._objects.record(objects, names)
         return Call(fn, tree, layout, leaves, objects, record, state, donate_argnums, captured)
 

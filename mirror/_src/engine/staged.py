@@ -137,8 +137,7 @@ class StagedProgram(CompiledProgram):
         self._per_replica_inputs = [kind.is_own for kind in program.inputs]
         self._per_replica_outputs = [kind.is_own for kind in program.outputs]
         home = self._replicas.on_mesh[0]
-        home_lanes = [i for i, lane in enumerate(lanes) if home in lane.replicas.devices]
-        self._home = next(iter(home_lanes), 0)
+        self._home = next((i for i, lane in enumerate(lanes) if home in lane.replicas.devices), 0)
         # With several lanes nothing is donated: another lane may still read a donated buffer, and
         # the old state must survive an interrupt.
         self._is_single = len(lanes) == 1

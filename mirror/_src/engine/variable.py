@@ -31,7 +31,7 @@ from mirror._src.engine.per_replica import (
     spans_processes,
 )
 from mirror._src.engine.reduce_op import ReduceOp, result_dtype, wrapped
-from mirror._src.engine.replica_context import ReplicaContext, current_frame
+from mirror._src.engine.replica_context import ReplicaContext, current_frame, current_replica
 from mirror._src.engine.storage import (
     Aggregation,
     Synchronization,
@@ -193,7 +193,7 @@ class Variable(nnx.Variable[Any]):
         self, value: Any, change: Callable[[Any, Any], Any], method: str = "assign"
     ) -> "Variable":
         new = self._converted(value)
-        context = _current_replica()
+        context = current_replica()
         if context is not None:
             target = _target(self)
             if not self.is_on_read:
@@ -366,7 +366,7 @@ class Variable(nnx.Variable[Any]):
         target = _target(self)
         if target is not self:
             target.set_value(value, index=index)
-        elif _current_replica() is None and (
+        elif current_replica() is None and (
             is_per_replica(value) or is_per_replica(self.get_raw_value())
         ):
             is_whole = index is _MISSING or index is ...
@@ -428,14 +428,9 @@ class Variable(nnx.Variable[Any]):
     __ge__ = _comparison(operator.ge)
 
 
-def _current_replica() -> ReplicaContext | None:
-    frame = current_frame()
-    return None if frame is None else frame.replica
-
-
 def _target(variable: Variable) -> Variable:
     """Returns the variable that replaces this one in the caller's trace."""
-    context = _current_replica()
+    context = current_replica()
     captures = None if context is None else context.captures
     return variable if captures is None else captures.stand_in(variable)
 

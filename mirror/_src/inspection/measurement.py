@@ -28,7 +28,7 @@ from mirror._src.engine.per_replica import (
     on_replicas,
     spans_processes,
 )
-from mirror._src.engine.replica_context import current_frame
+from mirror._src.engine.replica_context import current_replica
 from mirror._src.engine.runner import Runner
 from mirror._src.engine.variable import Variable
 
@@ -107,10 +107,9 @@ def gathered(runner: Runner, tree: PyTree) -> PyTree:
 
 
 def _stack(leaves: list[Array]) -> list[Array]:
-    frame = current_frame()
-    assert frame is not None
-    assert frame.replica is not None  # a runner calls this
-    return frame.replica.all_gather([leaf[None] for leaf in leaves])
+    replica = current_replica()
+    assert replica is not None  # a runner calls this
+    return replica.all_gather([leaf[None] for leaf in leaves])
 
 
 def whole_batch(leaf: Any) -> Any:

@@ -59,8 +59,7 @@ def running_callbacks() -> list[RunningCallback]:
 
 def in_callback() -> bool:
     """Whether this thread runs a host callback of a step, whose launch waits for it to return."""
-    me = threading.get_ident()
-    return bool(_running) and any(running.thread == me for running in running_callbacks())
+    return bool(_running) and threading.get_ident() in {each.thread for each in running_callbacks()}
 
 
 def calls_back(program: ClosedJaxpr) -> bool:

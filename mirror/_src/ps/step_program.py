@@ -14,7 +14,7 @@ from mirror._src.base.errors import describe
 from mirror._src.base.naming import name_of
 from mirror._src.base.tracebacks import on_behalf_of, users_function
 from mirror._src.base.types import Array, PyTree
-from mirror._src.engine.replica_context import Part, current_frame
+from mirror._src.engine.replica_context import Part, current_replica
 from mirror._src.jaxprs.collective_eqns import chain_lengths
 from mirror._src.ps.messages import BufferLayout, Buffers, Pulled
 from mirror._src.ps.objects import ModelDefinition, device_array, require_unchanged
@@ -393,11 +393,10 @@ class StepProgram:
                 [next(rest) if place is None else objects[place.kind] for place in places]
             )
             if position:
-                frame = current_frame()
-                assert frame is not None
-                assert frame.replica is not None
+                replica = current_replica()
+                assert replica is not None
                 part_id, first_row = position
-                frame.replica.part = Part(part_id, first_row, num_parts or 1)
+                replica.part = Part(part_id, first_row, num_parts or 1)
             value = fn(*args, **kwargs)
             if num_parts is not None:
                 return value

@@ -22,7 +22,7 @@ from mirror._src.engine.arguments import hoist_nested
 from mirror._src.engine.in_step import bind_all_reduce
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 from mirror._src.engine.reduce_op import ReduceOp, prepare, wrapped
-from mirror._src.engine.replica_context import current_frame
+from mirror._src.engine.replica_context import current_replica
 from mirror._src.inspection.measurement import with_objects
 
 
@@ -139,10 +139,9 @@ def gathering(axis: int) -> Callable[..., PyTree]:
     def gather_leaf(leaf: Array, selected: Array | None) -> Array:
         leaf = jnp.asarray(leaf)
         _require_axes((axis,), leaf)
-        frame = current_frame()
-        assert frame is not None
-        assert frame.replica is not None  # `strategy.run` calls this
-        joined = frame.replica.all_gather(leaf, axis)
+        replica = current_replica()
+        assert replica is not None  # `strategy.run` calls this
+        joined = replica.all_gather(leaf, axis)
         return joined if selected is None else jnp.take(joined, selected, axis)
 
     def gather_tree(value: PyTree, selected: list[Array | None]) -> PyTree:

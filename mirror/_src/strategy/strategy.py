@@ -51,7 +51,7 @@ from mirror._src.engine.cross_device_ops import CrossDeviceOps
 from mirror._src.engine.in_step import stack
 from mirror._src.engine.per_replica import PerReplica, is_per_replica, on_local_replicas
 from mirror._src.engine.reduce_op import ReduceOp, Reduction, require_axis, require_op
-from mirror._src.engine.replica_context import current_frame, require_cross_replica
+from mirror._src.engine.replica_context import current_replica, require_cross_replica
 from mirror._src.engine.runner import Runner
 from mirror._src.engine.variable import unwrapped
 from mirror._src.inspection import verify as checks
@@ -423,7 +423,7 @@ class Strategy(abc.ABC):
         >>> [int(value) for value in strategy.local_results(mirror.PerReplica([1, 2]))]
         [1, 2]
         """
-        if (frame := current_frame()) is not None and frame.replica is not None:
+        if current_replica() is not None:
             require_cross_replica(self, "local_results", "The value is this replica's.")
         leaves, treedef = jax.tree.flatten(unwrapped(value), is_leaf=is_per_replica)
         columns = [self._local_values(leaf) for leaf in leaves]
