@@ -145,7 +145,29 @@ def resizes(name, _, __):
     return losses, training.parameters(state)
 
 
+def contrastive(_, strategy_of, steps):
+    """Two weights, updated with the same divisors: XLA simplified one of the updates only."""
+    rng, optimizer = np.random.default_rng(0), optax.adam(1e-2)
+    params = {name: jnp.asarray(0.3 * rng.normal(size=(33, 7)), "f4") for name in "ab"}
+
+    def step(params, state, x):
+        def loss(params):
+            keys = mirror.all_gather(x @ params["a"])
+            return jax.nn.logsumexp(5 * (jnp.tanh(x) @ params["b"]) @ keys.T, axis=1).mean()
+
+        grads = mirror.all_reduce("mean", jax.grad(loss)(params))
+        updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(params, updates), state
+
+    strategy, state = strategy_of(4), optimizer.init(params)
+    batches = list(rng.normal(size=(steps, 24, 33)).astype("f4"))
+    for batch in strategy.distribute_dataset(batches):
+        params, state = strategy.run(step, (params, state, batch))
+    return params, state
+
+
 TABLES = {
+    "contrastive": contrastive,
     **dict.fromkeys(conformance.STEPS, collectives),
     **dict.fromkeys(TRAININGS, model),
     "trainer": trainer,

@@ -26,6 +26,7 @@ from typing import Any, Literal
 import jax
 
 from mirror._src.devices.replicas import Kind, ReplicaDevices
+from mirror._src.passes import order
 from mirror._src.passes.callbacks import CallbackGuard
 from mirror._src.passes.collective_rules import CollectiveRules, Reduction, uses_gloo
 from mirror._src.passes.evaluate import Rules
@@ -60,7 +61,8 @@ def rules_inside(
 ) -> Rules:
     """Returns the rules for operations that are replaced inside a mapping."""
     if mapping in STAGED:  # which have their own collectives
-        return {**rules_for(replicas), **(guard.rules() if guard is not None else {})}
+        fixed = order.RULES if mapping == "in turn" else {}
+        return {**rules_for(replicas), **fixed, **(guard.rules() if guard is not None else {})}
     axis = replicas.axis_name if mapping in ("pmap", "shard_map") else None
     gloo = uses_gloo(replicas)
     rules = CollectiveRules(axis, len(replicas), over_gloo=gloo, reduction=reduction).rules

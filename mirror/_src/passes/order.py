@@ -21,10 +21,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal
 
 from mirror._src.base.types import Array, keys_like
 from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.jaxprs.primitives import dtype_of
 from mirror._src.passes.collective_rules import canonical, sum_of_parts, uses_gloo
+from mirror._src.passes.evaluate import Rule, Rules, bind
 from mirror._src.passes.on_device import OfReplica, OnDevice, Values
 from mirror._src.passes.program import Value
 from mirror._src.passes.staged import Collective, Computation
@@ -195,6 +198,21 @@ class TreeSum:
 # XLA:CPU compiles loops over few bytes in another way (`small-while-loop-hoisting`), and here the
 # bytes depend on the number of devices.
 COMPILER_OPTIONS = {"xla_disable_hlo_passes": "cse,small-while-loop-hoisting"}
+
+
+def _find_division(eqn: JaxprEqn) -> Rule | None:
+    """Returns the rule for a division by a computed number.
+
+    XLA may multiply by the inverse, and by `rsqrt` for `sqrt`. Whether it does depends on how often
+    the divisor is used, but not if the divisor is hidden (JAX 0.10.2 and 0.12.0.1).
+    """
+    divisor = eqn.invars[1]
+    if isinstance(divisor, Literal) or not jnp.issubdtype(dtype_of(divisor), jnp.inexact):
+        return None
+    return lambda eqn, values: bind(eqn, [values[0], jax.lax.optimization_barrier(values[1])])
+
+
+RULES: Rules = {"div": _find_division}
 
 
 class Turns(OnDevice):
