@@ -160,6 +160,14 @@ WRONG = {
     "callback": lambda s, m, z: z[:, 0] * called(lambda v: v - v.mean(), z[:, 0]),
     "rows by their number": lambda s, m, z: z[:, 0] * (s * m / m.size).sum(-1),
     "mean by a product": lambda s, m, z: s @ (m / 1) / len(m),
+    "rows of all": lambda s, m, z: (s * m).sum(-1) / mirror.all_reduce("sum", len(z)),
+    "rows but one": lambda s, m, z: (s * m).sum(-1) / (len(m) - 1),
+    "root": lambda s, m, z: jnp.sqrt((s**2 * m).sum(-1)) / np.sqrt(len(m)),
+    "logarithm of rows": lambda s, m, z: lse(jnp.where(m, s, -jnp.inf)) / np.log(len(m)),
+    "product before": lambda s, m, z: (s * m).sum(-1) * z[:, 0] / len(m),
+    "means and a number": lambda s, m, z: ((s * m).mean(-1) + 1) / ((s**2 * m).mean(-1) + 1),
+    "mean of squares": lambda s, m, z: (s * m).mean(-1) ** 2 / (s**2 * m).mean(-1),
+    "weight of a batch": lambda s, m, z: z[:, 0] * len(z),
 }
 
 
@@ -216,6 +224,8 @@ NAN = {
     "division by a norm": (lambda z, m: unit(z * m[:, None]).sum(-1), 3),
     "NaN in a product": (lambda z, m: similar(z, unit(hidden(z, m, 0)), m), 3),
     "logarithm": (lambda z, m: jnp.log((z * m[:, None]) ** 2).sum(-1), 3),
+    "lgamma": (lambda z, m: jax.scipy.special.gammaln(z**2 * m[:, None]).sum(-1), 3),
+    "power": (lambda z, m: (jnp.abs(z * m[:, None]) ** jax.nn.sigmoid(z)).sum(-1), 3),
     "loss over the mask": (lambda z, m: cross_entropy(z) / m, 3),
     "softmax of a row of -inf": (lambda z, m: mixed(z, m[None] & m[:, None]), 3),
     "softmax of -inf": (lambda z, m: mixed(z, m[None]), 1),
@@ -370,7 +380,10 @@ def test_one_replica_does_not_count_padding_among_its_rows(subtests):
     def divided(model, x):
         return squares(model, x) / len(x)
 
-    for name, losses in (("moved", moved), ("divided", divided)):
+    def weighted(model, x):
+        return squares(model, x) * np.sqrt(len(x))
+
+    for name, losses in (("moved", moved), ("divided", divided), ("weighted", weighted)):
         with subtests.test(msg=name):
             model, strategy = linear(), cpu_strategy(1)
             trainer = mirror.Trainer(
@@ -385,6 +398,33 @@ def test_one_replica_does_not_count_padding_among_its_rows(subtests):
             loss = trainer.evaluate([{"x": X[:3]}, {"x": X[3:5]}])["loss"]
             wanted = [losses(trainer.model, x).sum() for x in (X[:3], X[3:5])]
             np.testing.assert_allclose(loss, sum(wanted) / 5, rtol=1e-5)
+
+
+class Counting(nnx.Module):
+    """Counts the examples that it has seen."""
+
+    def __init__(self, rngs):
+        self.linear, self.dropout = linear(), nnx.Dropout(0.5, rngs=rngs)
+        self.seen = nnx.Variable(jnp.zeros(()))
+
+
+def test_padding_is_found_with_dropout_and_in_other_state(subtests):
+    def counted(model, batch):
+        model.seen[...] += mirror.all_reduce("sum", float(len(batch["x"])))
+        return (model.linear(batch["x"]) ** 2).sum(-1)
+
+    def dropped(model, batch):
+        z, m = model.linear(batch["x"]), mirror.example_mask(batch)
+        mean = mirror.all_reduce("sum", (z * m[:, None]).sum()) / mirror.all_reduce("sum", len(z))
+        return (model.dropout(z) ** 2).sum(-1) - mean
+
+    for loss_fn in (counted, dropped):
+        with subtests.test(msg=loss_fn.__name__):
+            options = {"strategy": cpu_strategy(3), "require_equal": False}
+            trainer = mirror.Trainer(Counting(nnx.Rngs(0)), optax.sgd(0.1), loss_fn, **options)
+            names = [loss_fn.__name__, "test_hidden_padding.py"]
+            with raises(ValueError, names=names, values=10, fix="mirror.example_mask"):
+                fit(trainer, [{"x": X}])
 
 
 def test_statistics_of_a_piece_without_examples_are_rejected():

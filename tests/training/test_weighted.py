@@ -16,7 +16,7 @@ from flax import nnx
 
 import mirror
 from mirror import Weighted
-from tests.support import inside
+from tests.support import fresh, inside
 from tests.support.messages import assert_message, raises
 from tests.support.strategies import EXECUTORS, cpu_strategy
 from tests.support.tables import mostly_slow
@@ -608,3 +608,25 @@ def check_errors_for_wrong_shapes_and_dtypes_name_the_loss_function(two, name, u
 
     with raises(error, **wanted):
         use(train(two, loss_fn=loss_fn), batches())
+
+
+def test_gradients_of_padded_batches_and_of_classes_are_exact_in_float64():
+    code = """
+        import numpy as np, optax, mirror
+        from flax import nnx
+
+        class Scale(nnx.Module):
+            def __init__(self):
+                self.w = nnx.Param(np.zeros(()))
+
+        x, y = np.linspace(1, 2, 5), np.array([0, 1, 0, 1, 0])
+        with mirror.MirroredStrategy(3).scope():
+            trainer = mirror.Trainer(
+                Scale(), optax.sgd(1.0), lambda model, batch: batch["x"] * model.w[...],
+                labels="y", num_classes=2, class_weight={0: 0.1},
+            )
+        trainer.fit([{"x": x, "y": y}], progress=False)
+        wanted = -(x * np.where(y == 0, 0.1, 1)).mean()
+        np.testing.assert_allclose(trainer.model.w[...], wanted, rtol=1e-15)
+    """
+    fresh.run(code, environment={"JAX_NUM_CPU_DEVICES": "3", "JAX_ENABLE_X64": "1"})

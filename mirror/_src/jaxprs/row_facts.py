@@ -4,6 +4,7 @@ The values of rows that are padding are constants, as far as they are known. `No
 finite number. A value of a loop is a tuple, of which only equality is known.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from mirror._src.jaxprs.primitives import CASTING, PASSING, dtype_of, op_of
+from mirror._src.jaxprs.primitives import CASTING, ELEMENTWISE, PASSING, dtype_of, op_of
 
 Value: TypeAlias = float | tuple[str, int, int] | None
 
@@ -88,6 +89,8 @@ def elementwise(eqn: JaxprEqn, values: Sequence[Value]) -> Value:
         is_number = jnp.issubdtype(dtype_of(eqn.outvars[0]), jnp.inexact)
         is_known = name in _FUNCTIONS and name != "pow"  # NaN ** 0 is 1
         return SOME_NAN if is_number and (is_known or name == "integer_pow") else None
+    if name == "pow" and values[0] == 0:  # an exponent that is trained may be less than 1
+        return SOME_NAN
     if name in ("exp", "exp2", "logistic") or (
         name in _KEEP_SIGN and all(map(_is_positive, values))
     ):
@@ -170,10 +173,16 @@ def _evaluated(name: str, eqn: JaxprEqn, values: Sequence[Any]) -> Value:
         return None
     if name == "integer_pow":
         values, function = [*values, float(eqn.params["y"])], np.power
-    if function is None:
+    if function is None and eqn.primitive.name in ELEMENTWISE and len(eqn.outvars) == 1:
+        dtypes = map(dtype_of, eqn.invars)  # JAX computes what is rare, such as `lgamma`
+        values = [np.asarray(x).astype(dtype) for x, dtype in zip(values, dtypes, strict=True)]
+        function = functools.partial(eqn.primitive.bind, **eqn.params)
+    elif function is not None:
+        values = list(map(np.float64, values))
+    else:
         return None
     with np.errstate(all="ignore"):
-        return _cast(_number(function(*map(np.float64, values))), eqn)
+        return _cast(_number(np.real(function(*values))), eqn)
 
 
 def _cast(value: Value, eqn: JaxprEqn) -> Value:

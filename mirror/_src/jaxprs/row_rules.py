@@ -397,7 +397,7 @@ def _update(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     for axis, start in enumerate(indices):
         if part[axis] == 1 and (row := _round_axis(start, shape[axis])):
             own[1] = _placed(own[1], {row: axis})
-    joined = join([*own, *indices])._replace(fills=join(own).fills)
+    joined = join([*own, *indices])._replace(fills=join(own).fills, positions=NO_POSITIONS)
     is_cut = any(x.axis in cut for x in operands[1].axes)
     return joined._replace(unknown=joined.unknown | {line}) if is_cut else joined
 

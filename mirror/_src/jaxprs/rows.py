@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, axes_of, is_collective
+from mirror._src.jaxprs.collective_eqns import ALL_REDUCES, axes_of, is_collective, spans_whole_axis
 from mirror._src.jaxprs.equations import (
     Interpreter,
     Scan,
@@ -94,6 +94,8 @@ class _Pass(Interpreter[Rows]):
         if all(map(is_plain, operands)):
             is_known = rule in CONSTANT_RULES and bool(operands)
             constant = rule(eqn, operands, _NO_PLACE).constant if rule and is_known else None
+            if name == "psum" and spans_whole_axis(eqn) and isinstance(operands[0].constant, float):
+                constant = self.num_replicas * operands[0].constant  # as of numbers of rows
             return [NO_ROWS._replace(constant=constant)] * count
         line = self.place(eqn)
         if is_collective(eqn):

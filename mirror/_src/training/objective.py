@@ -337,8 +337,9 @@ class Objective:
             if labels.shape == (losses.size, 1):
                 labels = labels[:, 0]
             labels = _per_example("labels for class_weight", labels, losses.size, _ONE_LABEL)
-            factors = jnp.asarray(_factors(self._class_weight, self._labels.num_classes))
-            losses = losses * factors[labels.astype(jnp.int32)]
+            factors = _factors(self._class_weight, self._labels.num_classes)
+            dtype = jnp.promote_types(losses.dtype, jnp.float32)
+            losses = losses * jnp.asarray(factors, dtype)[labels.astype(jnp.int32)]
         return losses
 
     def _penalty_of(self, model: Any) -> Any:
@@ -405,7 +406,7 @@ def carried(sums: Sums) -> Sums:
 
 def _factors(class_weight: Mapping[int, float], num_classes: int) -> np.ndarray:
     """Returns the factor of each class."""
-    table = np.ones(num_classes, np.float32)
+    table = np.ones(num_classes)
     for label, weight in class_weight.items():
         if label not in range(num_classes):
             raise ValueError(

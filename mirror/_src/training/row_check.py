@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 import jax
 import numpy as np
 from flax import nnx
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 from mirror._src.base.errors import counted
 from mirror._src.base.naming import is_first, name_of, warn_user
@@ -24,7 +24,7 @@ from mirror._src.jaxprs.equations import equations, user_line
 from mirror._src.jaxprs.primitives import CUSTOM_VJP, SAMPLER
 from mirror._src.jaxprs.relate import guess
 from mirror._src.jaxprs.relations import SAME, Kind, Why, rows
-from mirror._src.jaxprs.row_facts import NO_ROWS, Place, Rows, row
+from mirror._src.jaxprs.row_facts import NO_ROWS, Place, Rows, constant_of, row
 from mirror._src.jaxprs.rows import find_rows
 from mirror._src.strategy.strategy import Strategy
 
@@ -146,13 +146,17 @@ class RowCheck:
             return [padded]
         sizes = padded.sizes or (padded.num_examples,)
         indices = range(padded.first, padded.first + padded.num_batches)
-        if n * num_pieces == 1 and self._counts_rows(step, model, padded):
+        counts = n * num_pieces == 1 and self._counts_rows(step, model, padded)
+        if counts or (n * num_pieces == 1 and self._numbers_of_rows(step, model, padded)):
             return [self._exact(padded, i, sizes[i]) for i in indices]
         mixing = self._mixing(step, model, padded, only_rows=not changes_state)
         is_sum = any(not place.is_statistics for place in mixing.mixed)
         unknown = tuple(place for place in mixing.unknown if is_sum or not place.counts_padding)
-        if unknown and not mixing.padded and self._has_padding(step, model, padded):
-            mixing = mixing._replace(padded=unknown)
+        if not mixing.padded:
+            unsure = unknown or self._numbers_of_rows(step, model, padded)
+            unsure = unsure or tuple(x for x in mixing.mixed if not x.is_statistics)
+            has_padding = bool(unsure) and self._has_padding(step, model, padded)
+            mixing = mixing._replace(padded=unsure if has_padding else ())
         # Statistics over the examples of a replica or piece that has none would be 0 / 0.
         has_empty = min(sizes) <= n * num_rows - num_rows // num_pieces
         is_empty = bool(mixing.means) and has_empty
@@ -275,30 +279,57 @@ class RowCheck:
             )
 
     def _has_padding(self, step: Step, model: Any, padded: PaddedBatch) -> bool:
-        """Whether numbers show that padding enters a loss with operations that are not known."""
+        """Whether numbers show that padding enters a loss, in evaluation mode if it is random."""
         program = self._program(step, model, padded)[0]
 
         def differs() -> bool:
             batch, ones = self._first_examples(padded)
+            evaluated = model
+            if any(eqn.primitive.name in SAMPLER for eqn in equations(program.jaxpr)):
+                (evaluated,) = copy_of([model])
+                evaluated.eval()
+                calm = self._traced(step, evaluated, batch, ones)
+                if any(eqn.primitive.name in SAMPLER for eqn in equations(calm.jaxpr)):
+                    return False
 
             def padding(x: np.ndarray) -> np.ndarray:
                 return np.concatenate([x, x[:, -1:].repeat(2, 1)], 1)
 
             more = jax.tree.map(padding, batch), np.pad(ones, ((0, 0), (0, 2)))
             try:
-                sums = [self._sums(step, model, *x) for x in ((batch, ones), more, (batch, ones))]
+                rows = (batch, ones), more, (batch, ones)
+                sums = [self._sums(step, evaluated, *each, and_state=True) for each in rows]
             except Exception:  # of a loss that requires other numbers of rows
                 return False
             # A callback may return other numbers in each call.
             return any(_differ(x, y) and x == z for x, y, z in zip(*sums, strict=True))
 
-        is_reproducible = self._is_reproducible(equations(program.jaxpr))
-        return is_reproducible and self._once((program, "numbers"), differs)
+        may_run_again = not any(map(is_stateful, equations(program.jaxpr)))
+        may_run_again &= not self._strategy._spans_processes
+        return may_run_again and self._once((program, "numbers"), differs)
 
-    def _is_reproducible(self, eqns: Sequence[JaxprEqn]) -> bool:
-        """Whether this process can run a program again, with other rows, to compare numbers."""
-        is_random = any(eqn.primitive.name in SAMPLER or is_stateful(eqn) for eqn in eqns)
-        return not (is_random or self._strategy._spans_processes)
+    def _numbers_of_rows(self, step: Step, model: Any, padded: PaddedBatch) -> tuple[Place, ...]:
+        """Returns the lines at which a number differs with the number of rows."""
+        program = self._program(step, model, padded)[0]
+
+        def differing() -> tuple[Place, ...]:
+            batch, ones = self._first_examples(padded)
+            rows = [jax.tree.map(lambda x, n=n: x[:, [0] * n], (batch, ones)) for n in (3, 4)]
+            try:
+                few, more = (self._traced(step, model, *each) for each in rows)
+            except Exception:  # of a loss that requires other numbers of rows
+                return ()
+            pairs = zip(equations(few.jaxpr), equations(more.jaxpr), strict=False)
+            eqns = [x for x, y in pairs if _numbers(x) != _numbers(y)]
+            return tuple({Place(user_line(eqn), counts_padding=True) for eqn in eqns})
+
+        return () if self._strategy._spans_processes else self._once((program, "rows"), differing)
+
+    def _traced(self, step: Step, model: Any, batch: PyTree, mask: np.ndarray) -> ClosedJaxpr:
+        """Returns the program of a step for one replica, whose rows are these."""
+        arguments = jax.tree.map(lambda x: PerReplica(list(x)), (batch, mask))
+        runner = self._strategy._single_runner()
+        return runner.traced(step, (*copy_of([model]), *arguments), {})[1].jaxpr
 
     def _first_rows(self, padded: PaddedBatch, most: int | None) -> tuple[PyTree, np.ndarray]:
         """Returns the first rows of replicas of this process, along a second axis."""
@@ -317,7 +348,9 @@ class RowCheck:
         batch = jax.tree.map(lambda x: x[mask][None, :_MOST_ROWS], batch)
         return batch, np.ones((1, min(mask.sum(), _MOST_ROWS)), bool)
 
-    def _sums(self, step: Step, model: Any, batch: PyTree, mask: np.ndarray) -> list[float]:
+    def _sums(
+        self, step: Step, model: Any, batch: PyTree, mask: np.ndarray, *, and_state: bool = False
+    ) -> list[float]:
         """Returns the sums over the examples of what a step computes of each; 0 for the rest.
 
         Of rows that are arrays, the absolute values are added up.
@@ -327,6 +360,7 @@ class RowCheck:
             model: Its first argument.
             batch: Rows of one replica, which one device computes, or of each.
             mask: Which rows are examples.
+            and_state: Whether to return the sums of other variables of the model, too.
         """
 
         def total(x: Any) -> float:
@@ -335,20 +369,23 @@ class RowCheck:
             # Not losses, but predictions: they may be centered.
             return float(np.sum(rows if rows.ndim == 1 else np.abs(rows), dtype=float))
 
-        found = self._run(step, model, batch, mask)
-        return list(map(total, jax.tree.leaves(found, is_leaf=is_per_replica)))
+        found, after = self._run(step, model, batch, mask)
+        state = nnx.state(after, nnx.Not(nnx.Any(nnx.Param, nnx.RngState))) if and_state else {}
+        of_state = [float(np.sum(np.abs(x))) for x in jax.tree.leaves(state)]
+        return [*map(total, jax.tree.leaves(found, is_leaf=is_per_replica)), *of_state]
 
     def _gradient(self, step: Step, model: Any, batch: PyTree, mask: np.ndarray) -> np.ndarray:
         """Returns the gradient of the sum over the examples of one replica, as one array."""
-        found = self._run(step, model, batch, mask)
+        found, _ = self._run(step, model, batch, mask)
         values = [np.asarray(x.stacked if is_per_replica(x) else x) for x in found]
         return np.concatenate([np.ravel(x).astype(complex) for x in values])
 
-    def _run(self, step: Step, model: Any, batch: PyTree, mask: np.ndarray) -> Any:
-        """Returns what a step computes with a copy of the model; see `_sums`."""
+    def _run(self, step: Step, model: Any, batch: PyTree, mask: np.ndarray) -> tuple[Any, Any]:
+        """Returns what a step computes with a copy of the model, and the copy; see `_sums`."""
+        (copied,) = copy_of([model])
         runner = self._strategy._single_runner() if len(mask) == 1 else self._strategy._runner
         arguments = jax.tree.map(lambda x: PerReplica(list(x)), (batch, mask))
-        return runner.run(step, (*copy_of([model]), *arguments), {})
+        return runner.run(step, (copied, *arguments), {}), copied
 
     def warn_of_training_mode(self, step: Step, model: nnx.Module, padded: PaddedBatch) -> None:
         """Warns if an evaluation is in training mode, because the model's call has it as argument.
@@ -393,11 +430,10 @@ class RowCheck:
         drop = "mirror.data.from_arrays(..., drop_remainder=True)"
         if mixing.padded and all(place.counts_padding for place in mixing.padded):
             return (
-                f"{name} divides a sum over examples by a number of rows at "
-                f"{_lines(mixing.padded)}, but a batch of {counted(size, 'example')} is padded for "
-                f"{counted(n, 'replica')}, and the number counts the padding. Divide by "
-                f"mask.sum(), with {_MASK}, or use jnp.mean(x, 0, where=mask[:, None]). {sizes}"
-                f"{drop}."
+                f"{name} computes with a number of rows at {_lines(mixing.padded)}, but a batch of "
+                f"{counted(size, 'example')} is padded for {counted(n, 'replica')}, and the number "
+                f"counts the padding. Use mask.sum(), with {_MASK}, or jnp.mean(x, 0, "
+                f"where=mask[:, None]). {sizes}{drop}."
             )
         if undefined:
             return (
@@ -593,6 +629,11 @@ def _in_halves(x: np.ndarray) -> np.ndarray:
     """Returns the rows of each replica as the rows of two."""
     half = x.shape[1] // 2
     return x[:, : 2 * half].reshape(-1, half, *x.shape[2:])
+
+
+def _numbers(eqn: JaxprEqn) -> tuple[str, list[Any]]:
+    """Returns the name of an operation, and the numbers among its operands."""
+    return eqn.primitive.name, [constant_of(x.val) for x in eqn.invars if isinstance(x, Literal)]
 
 
 def _differ(x: float, y: float) -> bool:

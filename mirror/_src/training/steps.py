@@ -306,8 +306,8 @@ def _nonzero(weight: Array) -> Array:
 def _divided(totals: list[PyTree], sums: Sums, num_rows: int) -> PyTree:
     """Converts summed gradients to gradients of the mean; 0 if the total weight is 0."""
     if LOSS not in sums.weights:
-        padding_scale = num_rows / sums.count
-        return jax.tree.map(lambda x: x * padding_scale, totals[0])
+        count = lambda x: sums.count.astype(jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
+        return jax.tree.map(lambda x: x * (num_rows / count(x)), totals[0])
     weight = _weight(sums)
     divisor, quotient = _nonzero(weight), sums.totals[LOSS] / _nonzero(weight)
 
