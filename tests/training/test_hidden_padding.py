@@ -226,6 +226,7 @@ NAN = {
     "logarithm": (lambda z, m: jnp.log((z * m[:, None]) ** 2).sum(-1), 3),
     "lgamma": (lambda z, m: jax.scipy.special.gammaln(z**2 * m[:, None]).sum(-1), 3),
     "power": (lambda z, m: (jnp.abs(z * m[:, None]) ** jax.nn.sigmoid(z)).sum(-1), 3),
+    "inverse": (lambda z, m: jnp.linalg.inv(matrices(z, m)).sum((1, 2)), 3),
     "loss over the mask": (lambda z, m: cross_entropy(z) / m, 3),
     "softmax of a row of -inf": (lambda z, m: mixed(z, m[None] & m[:, None]), 3),
     "softmax of -inf": (lambda z, m: mixed(z, m[None]), 1),
@@ -262,6 +263,10 @@ FINITE = {
 
 def hidden(z, m, number):
     return jnp.where(m[:, None], z, number)
+
+
+def matrices(z, m):
+    return (z[:, :, None] * z[:, None] + jnp.eye(4)) * m[:, None, None]
 
 
 def similar(z, others, m):

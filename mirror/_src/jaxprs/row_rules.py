@@ -183,7 +183,16 @@ def _reduction(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
 
 def _combined(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     """The rule of operations that combine entries along some axes, or move them."""
-    return _shuffled(eqn, join(operands), combined_axes(eqn), line)
+    result = _shuffled(eqn, join(operands), combined_axes(eqn), line)
+    if eqn.primitive.name not in ("cholesky", "triangular_solve"):
+        return result
+    first = operands[0]  # a matrix of zeros has no inverse
+
+    def number(axis: RowAxis) -> Value:
+        has_nan = first.value(axis) == 0 or any(is_nan(x.value(axis)) for x in operands)
+        return SOME_NAN if has_nan else result.value(axis)
+
+    return result.filled(number)
 
 
 def _sort(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
@@ -561,9 +570,9 @@ def _leading(_eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
 _KEEPS_FILL = frozenset(("sort", "svd", "eigh"))
 _KEEPS_OTHER_FILL = frozenset(("sort", "rev", "top_k", "approx_top_k", "cummax", "cummin"))
 _KEEPS_OTHER_FILL |= {"reduce_window_max", "reduce_window_min"}
-_KEEPS_ZERO = frozenset(("cumsum", "cumprod", "reduce_window_sum"))
+_KEEPS_ZERO = frozenset(("cumsum", "cumprod", "lu", "reduce_window_sum"))
 # The only result that keeps them: values, not their positions or vectors.
-FILLED_RESULT = {"approx_top_k": 0, "eigh": 1, "svd": 0, "top_k": 0}
+FILLED_RESULT = {"approx_top_k": 0, "eigh": 1, "lu": 0, "svd": 0, "top_k": 0}
 RULES: dict[str, Rule] = {
     **dict.fromkeys(SAMPLER | KEY, _leading),
     **dict.fromkeys(ELEMENTWISE | {"threefry2x32", "random_fold_in"}, _elementwise),
