@@ -17,7 +17,9 @@ from mirror._src.base.naming import is_first, name_of, warn_user
 from mirror._src.base.tracebacks import on_behalf_of, users_function, users_functions
 from mirror._src.base.types import PyTree
 from mirror._src.data.padded import PaddedBatch
+from mirror._src.engine.arguments import Call
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
+from mirror._src.engine.replica_function import TracedStep
 from mirror._src.inspection.measurement import copy_of
 from mirror._src.jaxprs.collective_eqns import is_collective, is_stateful
 from mirror._src.jaxprs.equations import equations, user_line
@@ -288,7 +290,7 @@ class RowCheck:
             if any(eqn.primitive.name in SAMPLER for eqn in equations(program.jaxpr)):
                 (evaluated,) = copy_of([model])
                 evaluated.eval()
-                calm = self._traced(step, evaluated, batch, ones)
+                calm = self._program(step, evaluated, padded)[0]
                 if any(eqn.primitive.name in SAMPLER for eqn in equations(calm.jaxpr)):
                     return False
 
@@ -310,26 +312,30 @@ class RowCheck:
 
     def _numbers_of_rows(self, step: Step, model: Any, padded: PaddedBatch) -> tuple[Place, ...]:
         """Returns the lines at which a number differs with the number of rows."""
-        program = self._program(step, model, padded)[0]
+        call, traced, axis = self._call(step, model, padded)
+        function, single = traced.function, self._strategy._single_runner()
+        first_argument = len(function.avals) - len(call.layout.dynamic)
+
+        def with_rows(count: int) -> ClosedJaxpr:
+            def resized(i: int, aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+                if i < first_argument or not function.per_replica[i]:
+                    return aval
+                return aval.update(shape=(*aval.shape[:axis], count, *aval.shape[axis + 1 :]))
+
+            types = tuple(resized(i, aval) for i, aval in enumerate(function.avals))
+            return single.traced_as(call, types).jaxpr
 
         def differing() -> tuple[Place, ...]:
-            batch, ones = self._first_examples(padded)
-            rows = [jax.tree.map(lambda x, n=n: x[:, [0] * n], (batch, ones)) for n in (3, 4)]
             try:
-                few, more = (self._traced(step, model, *each) for each in rows)
+                few, more = with_rows(3), with_rows(4)
             except Exception:  # of a loss that requires other numbers of rows
                 return ()
             pairs = zip(equations(few.jaxpr), equations(more.jaxpr), strict=False)
             eqns = [x for x, y in pairs if _numbers(x) != _numbers(y)]
             return tuple({Place(user_line(eqn), counts_padding=True) for eqn in eqns})
 
-        return () if self._strategy._spans_processes else self._once((program, "rows"), differing)
-
-    def _traced(self, step: Step, model: Any, batch: PyTree, mask: np.ndarray) -> ClosedJaxpr:
-        """Returns the program of a step for one replica, whose rows are these."""
-        arguments = jax.tree.map(lambda x: PerReplica(list(x)), (batch, mask))
-        runner = self._strategy._single_runner()
-        return runner.traced(step, (*copy_of([model]), *arguments), {})[1].jaxpr
+        spans_processes = self._strategy._spans_processes
+        return () if spans_processes else self._once((traced.jaxpr, "rows"), differing)
 
     def _first_rows(self, padded: PaddedBatch, most: int | None) -> tuple[PyTree, np.ndarray]:
         """Returns the first rows of replicas of this process, along a second axis."""
@@ -558,11 +564,8 @@ class RowCheck:
         self, step: Step, model: Any, padded: PaddedBatch
     ) -> tuple[ClosedJaxpr, Rows, Callable[[Rows], list[Rows]], list[Rows]]:
         """Returns a step's program, the facts about the mask, what finds all facts, and inputs'."""
-        runner, axis = self._strategy._runner, len(_shape(padded)) - 2
-        step = _of_first(step) if axis else step
-        call, traced = runner.traced(step, (model, padded.batch, padded.mask), {})
-        program = traced.jaxpr
-        own = traced.function.per_replica
+        call, traced, axis = self._call(step, model, padded)
+        program, own = traced.jaxpr, traced.function.per_replica
         avals: list[Any] = [var.aval for var in program.jaxpr.invars]
         size = avals[-1].shape[axis]
         first_argument = len(own) - len(call.layout.dynamic)
@@ -573,6 +576,13 @@ class RowCheck:
         n = self._strategy.num_replicas_in_sync
         mask = row(size, axis=axis, is_mask=True)
         return program, mask, lambda mask: find_rows(program, [*inputs[:-1], mask], n), inputs
+
+    def _call(self, step: Step, model: Any, padded: PaddedBatch) -> tuple[Call, TracedStep, int]:
+        """Returns a call of a step, its trace, and the axis of the rows of a replica."""
+        axis = len(_shape(padded)) - 2
+        step = _of_first(step) if axis else step
+        arguments = model, padded.batch, padded.mask
+        return *self._strategy._runner.traced(step, arguments, {}), axis
 
     def _once(self, key: Any, find: Callable[[], Any]) -> Any:
         """Returns what was found before for a program, or finds it."""
