@@ -22,7 +22,9 @@ from mirror._src.engine.arguments import (
     require_no_constants,
 )
 from mirror._src.engine.closures import (
+    Attributes,
     Captures,
+    attributes_of,
     keeps_keras,
     require_nothing_bound,
     require_nothing_captured,
@@ -59,6 +61,7 @@ class ReplicaFunction:
         out_names: The user's names for the results that are arrays.
         static_results: The other results, by position of the leaf.
         changed_in_place: Paths in the arguments where the step stored another leaf.
+        attributes: The attributes of static arguments after the trace; see `attributes_of`.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class ReplicaFunction:
         self.out_names: list[str] = []
         self.static_results: dict[int, Any] = {}
         self.changed_in_place: frozenset[Any] = frozenset()
+        self.attributes: Attributes = {}
 
     @property
     def flat(self) -> Callable[..., list[Array]]:
@@ -289,6 +293,7 @@ def trace_step(
     if function.new_captures:
         raise VariablesFound(function.new_captures)
     function.release()
+    function.attributes = attributes_of(call.layout.static, call.leaves)
     require_nothing_captured(call.fn, call.objects, list(arrays_in(jaxpr)))
     traced = known[key] = TracedStep(function, jaxpr, context)
     return traced
