@@ -487,6 +487,18 @@ def float_of_the_loss():
 
 
 @mistake(
+    TypeError,
+    names=["gradients", "Param", "result['bias']"],
+    fix="nnx.to_pure_dict(state)",
+)
+def gradients_as_nnx_state():
+    def gradients(model, x):
+        return nnx.grad(lambda model: model(x).mean())(model)
+
+    run(gradients, linear(), batch())
+
+
+@mistake(
     jax.errors.ConcretizationTypeError,
     names=["step", "loss.item()"],
     values="float32[]",

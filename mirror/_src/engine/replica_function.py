@@ -149,9 +149,12 @@ class ReplicaFunction:
         for i, (path, leaf) in enumerate(paths):
             name = "result" + keys(path)
             if is_object(leaf):
+                fix = "Return arrays"
+                if isinstance(leaf, nnx.Variable):  # of gradients, or of nnx.state(model)
+                    fix += ", from an nnx.State by nnx.to_pure_dict(state)"
                 raise TypeError(
-                    f"{self.name} returned the nnx object {type(leaf).__name__} as {name}. Return "
-                    "arrays; objects that are arguments are updated in place."
+                    f"{self.name} returned the nnx object {type(leaf).__name__} as {name}. {fix}; "
+                    "objects that are arguments are updated in place."
                 )
             if self._is_static(leaf, i in in_equinox):
                 self.static_results[i] = leaf
