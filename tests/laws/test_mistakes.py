@@ -310,6 +310,15 @@ mistakes(
                 fix="strategy.run(of_batch, args)",
             ),
         ),
+        "run(step, args, kwargs, options)": (
+            lambda: strategy().run(of_batch, (X,), {}, None),
+            TypeError,
+            says(
+                names="'options'",
+                values="tf.distribute.RunOptions",
+                fix="strategy.run(of_batch, args)",
+            ),
+        ),
         "run(step, args, donate=0)": (
             call_run(of_batch, (X,), donate_argnum=0),
             TypeError,
