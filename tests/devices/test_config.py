@@ -362,6 +362,11 @@ def test_number_of_host_devices_must_be_a_positive_integer(n, kind):
     refuses(kind, said, config.set_num_cpu_devices, n)
 
 
+@rows("n", [4097, 10**20])
+def test_number_of_host_devices_has_a_limit(n):
+    refuses(ValueError, {"names": "n", "values": [4096, n]}, config.set_num_cpu_devices, n)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "environment", ["XLA_FLAGS", pytest.param("JAX_NUM_CPU_DEVICES", marks=pytest.mark.nightly)]
