@@ -114,14 +114,23 @@ def test_logical_devices_have_short_names(alone):
     assert alone["after"][0] is True
 
 
-@rows("wanted", ["cpu", "FOO", 3, "", "TPU"])
-def test_device_types_match_exactly(wanted):
+@rows("wanted", ["CP", "FOO", "", "TPU"])
+def test_unknown_device_types_have_no_devices(wanted):
     """An unknown type gives an empty list and no error; None gives all devices."""
     assert config.list_physical_devices(wanted) == []
     assert config.list_logical_devices(wanted) == []
     assert config.list_physical_devices("CPU") == [CPU]
     assert config.list_physical_devices()[0] == CPU
     assert len(config.list_logical_devices("CPU")) == 8
+
+
+def test_device_types_match_in_capitals_or_not():
+    assert config.list_physical_devices("cpu") == config.get_visible_devices("cpu") == [CPU]
+    assert config.list_logical_devices("cpu") == config.list_logical_devices("CPU")
+    said = {"names": "device_type", "values": 3, "fix": "'CPU'"}
+    refuses(TypeError, said, config.list_physical_devices, 3)
+    refuses(TypeError, said, config.get_visible_devices, 3)
+    refuses(TypeError, said, config.list_logical_devices, 3)
 
 
 def test_cpu_is_split_in_three(alone):
@@ -190,7 +199,7 @@ def four() -> dict:
 def test_visible_devices_return_a_new_list(gpus):
     assert config.get_visible_devices() == [CPU, *gpus] == config.list_physical_devices()
     assert config.get_visible_devices("GPU") == gpus
-    assert config.get_visible_devices("gpu") == []
+    assert config.get_visible_devices("gpu") == gpus
     config.get_visible_devices().clear()
     assert config.get_visible_devices("CPU") == [CPU]
 
@@ -351,6 +360,11 @@ def test_number_of_host_devices_is_checked_after_the_start(num_cpu_devices):
 def test_number_of_host_devices_must_be_a_positive_integer(n, kind):
     said = {"names": "n", "values": repr(n), "fix": "a positive integer"}
     refuses(kind, said, config.set_num_cpu_devices, n)
+
+
+@rows("n", [4097, 10**20])
+def test_number_of_host_devices_has_a_limit(n):
+    refuses(ValueError, {"names": "n", "values": [4096, n]}, config.set_num_cpu_devices, n)
 
 
 @pytest.mark.slow

@@ -265,6 +265,19 @@ def test_welford_merges_moments_over_many_steps(n):
         np.testing.assert_allclose(metric.mean[...], np.mean(values), rtol=1e-6, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types")  # Flax's update
+def test_average_of_wider_values_than_its_states(two):
+    metric, values = nnx.metrics.Average(), np.arange(8.0)
+
+    def step(metric, values):
+        metric.update(values=values.astype(np.float64))
+
+    with jax.enable_x64(True):
+        two.run(step, (metric, cut({"values": values}, [4, 4])["values"]))
+    assert metric.total[...].dtype == np.float32
+    assert metric.compute() == values.mean()
+
+
 def test_welford_supports_replicas_without_examples(two):
     """Replicas with an empty batch, which makes Flax's own states NaN, change nothing."""
     metric, alone = nnx.metrics.Welford(), nnx.metrics.Welford()

@@ -209,3 +209,60 @@ def test_arrays_that_stay_as_they_are_warn_of_nothing(two):
             unused = unused + 1
     assert float(unused[0]) == 9
     np.testing.assert_array_equal(history[-1], history[0])
+
+
+class Options:
+    def __init__(self):
+        self.scale, self.rates, self.calls = 1.0, {"adam": [0.1, 0.2]}, 0
+
+
+def make_scaled():
+    def scaled(batch, options):
+        options.calls += 1  # as the step is traced
+        return batch * options.scale * options.rates["adam"][1]
+
+    return scaled
+
+
+CHANGES = {
+    "attribute": (lambda options: setattr(options, "scale", 0.0), "options.scale", "1.0", "0.0"),
+    "item": (
+        lambda options: options.rates["adam"].__setitem__(1, 3.0),
+        "options.rates['adam'][1]",
+        "0.2",
+        "3.0",
+    ),
+}
+
+
+@rows("change, path, old, new", CHANGES)
+def test_changed_attribute_of_an_argument_is_one_warning(two, change, path, old, new):
+    (batch,) = two.distribute_dataset([DATA])
+    options, scaled = Options(), make_scaled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(6):
+            two.run(scaled, (batch, options))
+        change(options)
+    with pytest.warns(UserWarning, match="constant of the compiled step") as caught:
+        two.run(scaled, (batch, options))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        two.run(scaled, (batch, options))
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert_message(
+        str(warning.message),
+        names=["scaled", path],
+        values=[old, new],
+        fix=f"strategy.run(scaled, ({path.split('.')[1].partition('[')[0]}, batch, options))",
+    )
+
+
+def test_attributes_of_a_new_object_are_used(two):
+    (batch,) = two.distribute_dataset([DATA])
+    scaled = make_scaled()
+    for scale in (1.0, 3.0):
+        options = Options()
+        options.scale = scale
+        np.testing.assert_allclose(two.run(scaled, (batch, options)).values[0], 0.2 * scale)

@@ -245,6 +245,23 @@ def test_additivity_pairs_outputs_with_inputs():
     assert dependence(closed, inputs, outputs) == list(pairs.values())
 
 
+CONVERSIONS = {
+    "wider": ("float16", "float32", ADDED),
+    "of 8 bits": ("float8_e4m3fn", "float32", ADDED),
+    "narrower": ("float32", "float16", OTHER),
+    "of equal size": ("bfloat16", "float16", OTHER),
+    "of integers": ("int16", "int32", OTHER),
+    "to a float": ("int8", "float32", OTHER),
+}
+
+
+@rows("dtype, other, expected", CONVERSIONS)
+def test_additivity_through_a_conversion_to_another_dtype_and_back(dtype, other, expected):
+    program = lambda b, x: (b.astype(other) + x).astype(dtype)  # noqa: E731
+    closed = jax.make_jaxpr(program)(jnp.zeros(3, dtype), jnp.zeros(3, other))
+    assert dependence(closed, [0], [0]) == [expected]
+
+
 @rows("dtype", ["int8", "uint32", "float16", "bfloat16", "complex64"])
 def test_additivity_accepts_every_numeric_dtype(dtype):
     closed = jax.make_jaxpr(lambda b, x: b + x)(jnp.zeros((), dtype), jnp.zeros((), dtype))

@@ -310,6 +310,15 @@ mistakes(
                 fix="strategy.run(of_batch, args)",
             ),
         ),
+        "run(step, args, kwargs, options)": (
+            lambda: strategy().run(of_batch, (X,), {}, None),
+            TypeError,
+            says(
+                names="'options'",
+                values="tf.distribute.RunOptions",
+                fix="strategy.run(of_batch, args)",
+            ),
+        ),
         "run(step, args, donate=0)": (
             call_run(of_batch, (X,), donate_argnum=0),
             TypeError,
@@ -484,6 +493,18 @@ def float_of_the_loss():
         return float(loss)
 
     run(step, batch())
+
+
+@mistake(
+    TypeError,
+    names=["gradients", "Param", "result['bias']"],
+    fix="nnx.to_pure_dict(state)",
+)
+def gradients_as_nnx_state():
+    def gradients(model, x):
+        return nnx.grad(lambda model: model(x).mean())(model)
+
+    run(gradients, linear(), batch())
 
 
 @mistake(

@@ -95,6 +95,16 @@ def test_a_number_that_is_none(value):
         mirror.MirroredStrategy(2, replicas=value)
 
 
+@pytest.mark.parametrize("value", [4097, 10**20])
+def test_a_number_that_is_too_large(subtests, value):
+    for options in ({"replicas": value}, {"replicas_per_device": value}, {"devices": value}):
+        said = {"names": list(options), "values": [4096, value]}
+        with subtests.test(msg=str(options)), raises(ValueError, **said):
+            mirror.MirroredStrategy(**options)
+    with raises(ValueError, values=[4096, 8192]):
+        mirror.MirroredStrategy(2, replicas_per_device=4096)
+
+
 def test_arguments_that_do_not_go_with_it():
     with raises(ValueError, names=("replicas=4", "replicas_per_device=2")):
         mirror.MirroredStrategy(2, replicas=4, replicas_per_device=2)

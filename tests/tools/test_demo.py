@@ -190,6 +190,7 @@ def test_demo_keeps_the_users_forced_devices(monkeypatch, capsys):
     [
         ("--devices", "0", ["'0'"]),
         ("--devices", "99999", ["'99999'", 1024]),
+        ("--replicas-per-device", "1000000", ["'1000000'", 1024]),
         ("--epochs", "some", ["'some'"]),
         ("--seed", "-1", ["'-1'", 0, 2**32 - 1]),
         ("--executor", "spmd", ["'spmd'"]),

@@ -254,6 +254,12 @@ def test_a_crash_counts_only_before_the_end():
     assert_message(check.found, values="SIGABRT")
 
 
+def test_the_deadline_has_a_limit(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["doctor", "--distributed", "--deadline", "9" * 25])
+    assert_message(capsys.readouterr().err, names="--deadline", fix="from 1 to 1000000000")
+
+
 def test_the_deadline_needs_distributed(capsys):
     assert cli.main(["doctor", "--deadline", "3"]) == 2
     assert_message(capsys.readouterr().err, fix="--distributed")

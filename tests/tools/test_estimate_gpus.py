@@ -62,6 +62,22 @@ def test_unknown_gpu_lists_the_known_ones(capsys):
     assert_message(shown.err, names="b300", values=list(inside.gpu_models()))
 
 
+def test_donated_argument_that_does_not_exist_is_named(capsys, steps):
+    status, shown = run(capsys, f"{steps}:captures", "--devices", "2", "--donate", "0,7")
+    assert status == 2
+    assert_message(shown.err, names=["--donate", "7"], values=["2 arguments"])
+    assert "Traceback" not in shown.err
+
+
+def test_too_many_replicas_are_an_error(capsys, steps):
+    per_device = ("--replicas-per-device", "1024")
+    status, shown = run(capsys, f"{steps}:captures", "--devices", "2,8", *per_device)
+    assert status == 2
+    assert_message(shown.err, names=per_device, values=["8 devices", 8192, 4096])
+    assert cli.main(["demo", "--devices", "8", *per_device]) == 2
+    assert_message(capsys.readouterr().err, names=per_device, values=["8 devices", 8192, 4096])
+
+
 def test_missing_compiler_is_one_sentence_that_says_what_to_install(capsys, monkeypatch, subtests):
     cases = {
         "none": ({}, "12", "no jax-cuda12-pjrt"),

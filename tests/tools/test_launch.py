@@ -419,6 +419,7 @@ BAD_OPTIONS = {
     "no devices": (["--devices", "0", "x.py"], "from 1 to 1024"),
     "not a number": (["--devices", "two", "x.py"], "from 1 to 1024"),
     "too many": (["--devices", "99999", "x.py"], "from 1 to 1024"),
+    "too many processes": (["--processes", "99999999999", "x.py"], "from 1 to 1024"),
     "no script": ([], "SCRIPT"),
     "an unknown option": (["--devcies", "2", "x.py"], "--devices"),
 }

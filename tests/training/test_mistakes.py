@@ -314,6 +314,30 @@ def test_note_of_a_named_loss_does_not_ask_to_unpack():
     assert "Unpack" not in note
 
 
+def number_of_the_losses(model, batch):
+    x, y = batch
+    return float(cross_entropy(model, {"x": x, "y": y}).mean())
+
+
+def test_float_in_a_loss_is_not_about_a_step():
+    """The user wrote neither a step nor `strategy.run`; and the batch is not the cause."""
+    with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
+        new(number_of_the_losses).fit((X, Y), batch_size=4, progress=False)
+    fix = ["Return the array without float()", "jax.debug.print"]
+    assert_message(caught, names=["number_of_the_losses", "test_mistakes.py"], fix=fix)
+    assert "strategy.run" not in str(caught.value)
+    assert "batch" not in note_of(caught.value)
+
+
+def test_list_of_losses_and_metrics_is_told_to_be_a_tuple():
+    def listed(model, batch):
+        losses = cross_entropy(model, batch)
+        return [losses, {"twice": 2 * losses}]
+
+    with raises(ValueError, names="listed", values="list", fix="return losses, {...}"):
+        new(listed).fit({"x": X, "y": Y}, batch_size=4, progress=False)
+
+
 def unpacks(model, batch):
     x, y = batch
     return optax.softmax_cross_entropy_with_integer_labels(model(x), y)

@@ -242,6 +242,37 @@ def test_optax_optimizers_train_as_on_one_device(subtests, two, rows):
             assert np.isfinite(found[0][0])
 
 
+@pytest.mark.parametrize("rate", [0.5, 1, np.float32(0.5)])
+def test_number_assigned_to_a_hyperparameter_is_the_new_rate(two, rate):
+    """Of a strategy and a trainer; Optax documents the assignment."""
+
+    def made():
+        tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.0)
+        model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def step(model, optimizer, x, y):
+        grads = nnx.grad(lambda model: ((model(x)[:, 0] - y) ** 2).mean())(model)
+        optimizer.update(model, context().all_reduce("mean", grads))
+
+    def weights_after(optimizer, model, train):
+        for assigned in (rate, 0.0, 0.0):
+            train()
+            optimizer.opt_state.hyperparams["learning_rate"] = assigned
+        return model.kernel[...]
+
+    pairs = [made(), made(), made()]
+    (model, optimizer), (other, other_optimizer), (plain, plain_optimizer) = pairs
+    trainer = mirror.Trainer(other, other_optimizer, "mse", strategy=two)
+    run = lambda: two.run(step, (model, optimizer, *rows_of(two, (X, Y))))  # noqa: E731
+    fit = lambda: trainer.fit([(X, Y[:, None])], progress=False)  # noqa: E731
+    one = lambda: cpu_strategy(1).run(step, (plain, plain_optimizer, X, Y))  # noqa: E731
+    expected = weights_after(plain_optimizer, plain, one)
+    assert not np.allclose(expected, made()[0].kernel[...])
+    for found in (weights_after(optimizer, model, run), weights_after(other_optimizer, other, fit)):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def test_nan_on_one_replica_reaches_all_replicas(two):
     """All replicas skip the update together, and training continues."""
     tx, step = plain_step("apply_if_finite")

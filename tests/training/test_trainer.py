@@ -1149,6 +1149,18 @@ def test_predict_rejects_rows_that_differ_between_batches(subtests, on_two):
                 on_two.predict([{"x": one}, {"x": other}], lambda _, batch: batch)
 
 
+PARTS = (slice(0, 4), slice(4, 5))
+
+
+def test_predict_accepts_axes_of_length_zero(on_two):
+    none = np.zeros((5, 0), np.float32)
+    whole = {"x": DATA["x"][:5], "none": none}
+    for data in ([whole], [{name: x[part] for name, x in whole.items()} for part in PARTS]):
+        found = on_two.predict(data, lambda _, batch: {**batch, "made": batch["none"] + 1})
+        np.testing.assert_array_equal(found["x"], whole["x"])
+        assert found["none"].shape == found["made"].shape == (5, 0)
+
+
 def test_predict_takes_functions_without_a_hash(on_two):
     @dataclasses.dataclass
     class Scaled:

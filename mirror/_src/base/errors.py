@@ -146,11 +146,13 @@ def require_bool(name: str, value: Any) -> None:
         raise TypeError(expected(name, value, "True or False"))
 
 
-def require_int(name: str, value: Any, least: int = 1, fix: str = "") -> None:
-    """Rejects an argument that is not an integer of at least `least`.
+def require_int(
+    name: str, value: Any, least: int = 1, fix: str = "", most: int | None = None
+) -> None:
+    """Rejects an argument that is not an integer of at least `least`, and at most `most`.
 
     Raises:
-        ValueError: If the value is less than `least`.
+        ValueError: If the value is less than `least`, or more than `most`.
         TypeError: If the value is not an int, or is a bool.
     """
     wanted = {0: "a non-negative integer", 1: "a positive integer"}
@@ -159,6 +161,8 @@ def require_int(name: str, value: Any, least: int = 1, fix: str = "") -> None:
         raise TypeError(expected(name, value, what, fix))
     if value < least:
         raise ValueError(f"`{name}` must be {what}, got {value}. {fix}".rstrip())
+    if most is not None and value > most:
+        raise ValueError(f"`{name}` must be at most {most}, got {value}.")
 
 
 def require_secs(name: str, value: Any, example: float = 60) -> float:

@@ -29,6 +29,9 @@ ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, int, float, complex)
 REPLICA_AXIS = "replica"
 """Name of the replica axis: `jax.lax.pmean(x, mirror.REPLICA_AXIS)` works inside `run`."""
 
+MOST_REPLICAS = 4096
+"""The largest number of replicas, and of devices: to create a strategy then takes seconds."""
+
 
 def is_numeric(dtype: Any) -> bool:
     """Whether JAX supports arrays of this dtype: booleans and numbers, including small floats."""

@@ -19,7 +19,7 @@ from mirror._src.devices import jax_options
 from mirror._src.devices.described import topology_of
 from mirror._src.devices.jax_options import GPU_PLATFORMS, PLATFORMS
 from mirror._src.devices.names import DeviceSpec, LogicalDevice, PhysicalDevice
-from mirror._src.devices.physical import CPU, list_physical_devices
+from mirror._src.devices.physical import CPU, in_capitals, list_physical_devices
 
 _PROBE = "jax_cpu_get_local_topology_timeout_minutes"  # only clusters read it
 _NO_COMPUTATION = "a call that computes nothing, such as jax.devices() or jax.device_put"
@@ -119,16 +119,17 @@ def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
     Starts JAX's backend, after which the configuration can no longer be changed.
 
     Args:
-        device_type: `"CPU"`, `"GPU"`, or another JAX platform in capitals. Matched exactly; an
-            unknown type returns an empty list. None returns devices of all types.
+        device_type: `"CPU"`, `"GPU"`, or another JAX platform, in capitals or not. An unknown type
+            returns an empty list. None returns devices of all types.
 
     Raises:
+        TypeError: If `device_type` is neither a string nor None.
         ValueError: If memory growth or memory limits differ between GPUs.
 
     >>> list_logical_devices("CPU")[0]
     LogicalDevice(name='/device:CPU:0', device_type='CPU')
     """
-    default = default_devices()
+    device_type, default = in_capitals(device_type), default_devices()
     kinds = dict.fromkeys(["CPU", "GPU", *map(type_of, default)])
     return [
         LogicalDevice(str(DeviceSpec(kind, i)), kind)

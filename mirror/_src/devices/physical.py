@@ -59,13 +59,27 @@ def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice
     UUIDs). Without a driver or the package `nvidia-ml-py`, only the CPU is listed.
 
     Args:
-        device_type: `"CPU"` or `"GPU"`. Matched exactly; any other type returns an empty list.
+        device_type: `"CPU"` or `"GPU"`, in capitals or not. Any other type returns an empty list.
             None returns all devices.
+
+    Raises:
+        TypeError: If `device_type` is neither a string nor None.
 
     >>> list_physical_devices("CPU")
     [PhysicalDevice(name='/physical_device:CPU:0', device_type='CPU')]
     """
     return of_type(physical_devices(), device_type)
+
+
+def in_capitals(device_type: str | None) -> str | None:
+    """Returns the type of a device as its name has it.
+
+    Raises:
+        TypeError: If it is neither a string nor None.
+    """
+    if not isinstance(device_type, str | None):
+        raise TypeError(f"`device_type` must be 'CPU', 'GPU' or None, got {device_type!r}.")
+    return device_type and device_type.upper()
 
 
 def get_device_details(device: PhysicalDevice) -> dict[str, Any]:
@@ -137,8 +151,9 @@ def how_to_list() -> str:
     )
 
 
-def of_type(devices: Iterable[PhysicalDevice], device_type: object) -> list[PhysicalDevice]:
-    """Returns the devices of exactly this type; None returns all."""
+def of_type(devices: Iterable[PhysicalDevice], device_type: str | None) -> list[PhysicalDevice]:
+    """Returns the devices of this type; None returns all."""
+    device_type = in_capitals(device_type)
     return [d for d in devices if device_type is None or d.device_type == device_type]
 
 

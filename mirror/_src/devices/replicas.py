@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from mirror._src.base.types import REPLICA_AXIS, Array, num_bytes
+from mirror._src.base.types import MOST_REPLICAS, REPLICA_AXIS, Array, num_bytes
 from mirror._src.devices.backend import names, type_of
 from mirror._src.devices.described import topology_of
 from mirror._src.devices.transfer import (
@@ -104,6 +104,10 @@ class ReplicaDevices:
         *,
         in_turn: bool = False,
     ) -> None:
+        if len(devices) > MOST_REPLICAS:
+            raise ValueError(
+                f"A strategy has at most {MOST_REPLICAS} replicas, got {len(devices)}."
+            )
         self.devices = devices
         self.in_turn = in_turn
         self.slice_bytes: float | None = None

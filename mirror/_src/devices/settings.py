@@ -16,6 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from mirror._src.base.compile_cache import DIRECTORY, LEAST_SECS, cache_options
 from mirror._src.base.errors import InvalidDeviceError, counted, expected, require_bool, require_int
 from mirror._src.base.naming import warn_user
+from mirror._src.base.types import MOST_REPLICAS
 from mirror._src.devices import jax_options
 from mirror._src.devices.backend import (
     default_devices,
@@ -197,7 +198,7 @@ def set_num_cpu_devices(n: int) -> None:
 
     Raises:
         TypeError: If `n` is not an integer.
-        ValueError: If `n` is less than 1.
+        ValueError: If `n` is less than 1, or more than 4096.
         RuntimeError: If the backend has started with fewer host devices, or the user's own settings
             allow fewer.
 
@@ -205,7 +206,7 @@ def set_num_cpu_devices(n: int) -> None:
     >>> mirror.MirroredStrategy([f"/cpu:{i}" for i in range(4)]).num_replicas_in_sync
     4
     """
-    require_int("n", n)
+    require_int("n", n, most=MOST_REPLICAS)
     with lock:
         if not started():
             set_logical_device_configuration(CPU, [LogicalDeviceConfiguration()] * int(n))
@@ -294,11 +295,12 @@ def first_devices(count: int) -> tuple[jax.Device, ...]:
     not started and nothing else sets their number.
 
     Raises:
-        ValueError: If `count` is less than 1.
+        ValueError: If `count` is less than 1, or more than 4096.
         TypeError: If `count` is not an integer.
         InvalidDeviceError: If there are fewer devices.
     """
-    require_int("devices", count, fix="For all devices: mirror.MirroredStrategy().")
+    fix = "For all devices: mirror.MirroredStrategy()."
+    require_int("devices", count, fix=fix, most=MOST_REPLICAS)
     with lock:
         was_started = started()
         if not was_started and _uses_host_devices():

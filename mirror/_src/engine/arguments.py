@@ -335,6 +335,8 @@ def require_call(
             )
         fix = f"Pass the step function, without calling it: {call}(step, args)."
         raise TypeError(expected("fn", fn, "callable", fix))
+    if isinstance(args, tuple | list) and list(map(_is_options, others)) == [True]:
+        raise TypeError(_unknown_keywords(call, fn, args, {"options": None}))
     if not isinstance(args, tuple | list) or others:
         passed = [args, *([kwargs] if others or not isinstance(kwargs, dict) or kwargs else [])]
         raise TypeError(_not_in_a_tuple(call, fn, [*passed, *others]))
@@ -343,6 +345,11 @@ def require_call(
     if not isinstance(kwargs, dict):
         fix = f"Pass the step's keyword arguments: {call}({name_of(fn)}, args, {{'train': True}})."
         raise TypeError(expected("kwargs", kwargs, "a dict", fix))
+
+
+def _is_options(value: Any) -> bool:
+    """Whether this is the fourth argument of `run` in `tf.distribute`."""
+    return value is None or type(value).__name__ == "RunOptions"
 
 
 def _not_in_a_tuple(call: str, fn: Callable[..., Any], passed: Sequence[Any]) -> str:

@@ -27,7 +27,15 @@ from jax.extend.core import ClosedJaxpr, set_current_trace, take_current_trace
 
 from mirror._src.base.errors import describe
 from mirror._src.base.keras_library import STATELESS_CALL, has_variables, library, variables_of
-from mirror._src.base.naming import code_of, is_our_module, layers_of, name_of, parameter_names
+from mirror._src.base.naming import (
+    code_of,
+    is_our_module,
+    keys,
+    layers_of,
+    leaf_names,
+    name_of,
+    parameter_names,
+)
 from mirror._src.base.tracebacks import is_users, users_function, users_functions
 from mirror._src.engine.nnx.structure import is_object
 from mirror._src.engine.storage import dtype_of, read_value, shape_of
@@ -38,6 +46,8 @@ _DEPTH = 3  # `trainer.state["losses"][0]`
 _MOST_ITEMS = 50  # from each end of a container: a list that a step appends to may be long
 _LARGE = 2**24  # bytes; of larger arrays, no copy is kept to notice a change in place
 _LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, jax.Array, ModuleType)
+
+_NUMBERS = (str, bytes, int, float, complex, np.generic)
 
 Named = Iterable[tuple[str, Any]]
 
@@ -60,10 +70,10 @@ def _reached(
         name = None if each is fn else name_of(each)
         yield from ((name, path, value) for path, value in reachable(each))
     seen = set(map(id, functions))
-    for keys, node in nnx.iter_graph(objects):
+    for attributes, node in nnx.iter_graph(objects):
         if isinstance(node, (nnx.Variable, *_LEAVES)) or not (is_object(node) or callable(node)):
             continue
-        name = type(node).__name__ if is_object(node) else ".".join(map(str, keys[1:]))
+        name = type(node).__name__ if is_object(node) else ".".join(map(str, attributes[1:]))
         named = _contained(name, type(node)) if is_object(node) else [(name, node)]
         yield from ((name, path, value) for path, value in _expanded(named, seen, _DEPTH))
 
@@ -335,6 +345,47 @@ def _message(fn: Callable[..., Any], array: Any, inner: str | None, path: str) -
         "array that a step reads from outside its arguments is a constant of the compiled step. "
         f"{fix}"
     )
+
+
+Attributes = Mapping[int, Mapping[Any, Any]]
+"""Numbers and texts in the attributes of static arguments, by position of the leaf, and path."""
+
+
+def attributes_of(static: Iterable[int], leaves: Sequence[Any]) -> Attributes:
+    """Returns the attributes of the static arguments that are equal only to themselves."""
+    found = {}
+    for i in static:
+        kind = type(leaves[i])
+        is_itself = kind.__hash__ is object.__hash__ and hasattr(leaves[i], "__dict__")
+        if is_itself and _is_users(sys.modules.get(kind.__module__)):
+            found[i] = _numbers(vars(leaves[i]))
+    return found
+
+
+def _numbers(attributes: dict[str, Any]) -> dict[Any, Any]:
+    is_leaf = lambda value: type(value) not in (dict, list, tuple)  # noqa: E731
+    try:
+        leaves = jax.tree_util.tree_leaves_with_path(attributes, is_leaf=is_leaf)
+    except Exception:  # a dict with keys of several types
+        return {}
+    return {path: value for path, value in leaves if isinstance(value, _NUMBERS)}
+
+
+def changed_attribute(
+    fn: Callable[..., Any], tree: Any, leaves: Sequence[Any], before: Attributes
+) -> str | None:
+    """Returns the message for an attribute that has another value than in the trace, or None."""
+    for i, now in attributes_of(before, leaves).items():
+        for path, old in before[i].items():
+            if path in now and now[path] != old:
+                head, name = leaf_names(fn, tree)[i], path[0].key
+                return (
+                    f"{name_of(fn)} still uses the first {head}.{name}{keys(path[1:])}, {old!r}, "
+                    f"and ignores its new value, {now[path]!r}: what a step reads from an object "
+                    "that is not a pytree is a constant of the compiled step. "
+                    f"{_as_argument(fn, name_of(fn), name)}"
+                )
+    return None
 
 
 def require_nothing_bound(fn: Callable[..., Any]) -> None:

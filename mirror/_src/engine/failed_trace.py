@@ -17,7 +17,7 @@ from jax import errors
 
 from mirror._src.base.errors import counted, describe
 from mirror._src.base.naming import code_of, name_of, parameter_names, signature_of
-from mirror._src.base.tracebacks import is_own, is_users, place
+from mirror._src.base.tracebacks import is_own, is_users, place, users_function
 from mirror._src.base.types import ARRAY_LIKE
 from mirror._src.base.unknown_names import advice
 from mirror._src.engine.arguments import Call, ObjectPlaceholder
@@ -32,6 +32,10 @@ _ANNOTATED = (TypeError, ValueError, LookupError, AttributeError)
 _RETURN_IT = (
     "Return the array from the step, and convert the result: float(strategy.run({step}, args)). "
     'To print it in the step, use jax.debug.print("{{}}", x).'
+)
+_KEEP_IT = (
+    "Return the array without float(): the trainer converts what it needs. "
+    'To print it, use jax.debug.print("{{}}", x).'
 )
 _SELECT = (
     "Use jnp.where(condition, a, b) or jax.lax.cond(condition, f, g, x) instead of if, and "
@@ -234,7 +238,10 @@ def _conversion(error: Exception) -> _Use | None:
 
 
 def _conversion_message(call: Call, conversion: _Use, error: Exception) -> str:
-    text, name = str(error), name_of(call.fn)
+    user = users_function(call.fn)
+    text, name, fix = str(error), name_of(user), conversion.fix
+    if user is not call.fn and fix is _RETURN_IT:
+        fix = _KEEP_IT
     found = re.search(r"\b((?:float|int|uint|bool|complex|bfloat)\w*\[[\d,]*\])", text)
     operation = conversion.needed_for
     if found is not None:
@@ -244,7 +251,7 @@ def _conversion_message(call: Call, conversion: _Use, error: Exception) -> str:
     where = _user_line(error)
     return (
         f"{name} {operation}{where}{source}. A step is compiled before it runs: its arrays have "
-        f"shapes and dtypes, but no values. {conversion.fix.format(step=name)}"
+        f"shapes and dtypes, but no values. {fix.format(step=name)}"
     )
 
 

@@ -62,6 +62,7 @@ class StepProgram:
         label: The name of the step and its line, for messages.
         input_names: The user's names for the inputs; empty until they are needed.
         captured_arrays: The float arrays and the variables that the step has read from outside.
+        attributes: The attributes of static arguments after the trace; see `attributes_of`.
     """
 
     def __init__(self, analysis: Analysis, call: Call, executor: Executor) -> None:
@@ -115,6 +116,7 @@ class StepProgram:
         self.label = f"{step.name} ({replica_program.line})" if replica_program.line else step.name
         self.input_names: list[str] = []
         self.captured_arrays = captured_arrays(call.fn, call.objects, traced.jaxpr, call.captured)
+        self.attributes = step.attributes
         self._results = slice(len(plan.changed), len(plan.changed) + len(step.out_names))
         self._replaces_all = plan.changed == list(range(step.num_state))
 

@@ -22,7 +22,9 @@ from mirror._src.engine.arguments import (
     require_no_constants,
 )
 from mirror._src.engine.closures import (
+    Attributes,
     Captures,
+    attributes_of,
     keeps_keras,
     require_nothing_bound,
     require_nothing_captured,
@@ -59,6 +61,7 @@ class ReplicaFunction:
         out_names: The user's names for the results that are arrays.
         static_results: The other results, by position of the leaf.
         changed_in_place: Paths in the arguments where the step stored another leaf.
+        attributes: The attributes of static arguments after the trace; see `attributes_of`.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class ReplicaFunction:
         self.out_names: list[str] = []
         self.static_results: dict[int, Any] = {}
         self.changed_in_place: frozenset[Any] = frozenset()
+        self.attributes: Attributes = {}
 
     @property
     def flat(self) -> Callable[..., list[Array]]:
@@ -145,9 +149,12 @@ class ReplicaFunction:
         for i, (path, leaf) in enumerate(paths):
             name = "result" + keys(path)
             if is_object(leaf):
+                fix = "Return arrays"
+                if isinstance(leaf, nnx.Variable):  # of gradients, or of nnx.state(model)
+                    fix += ", from an nnx.State by nnx.to_pure_dict(state)"
                 raise TypeError(
-                    f"{self.name} returned the nnx object {type(leaf).__name__} as {name}. Return "
-                    "arrays; objects that are arguments are updated in place."
+                    f"{self.name} returned the nnx object {type(leaf).__name__} as {name}. {fix}; "
+                    "objects that are arguments are updated in place."
                 )
             if self._is_static(leaf, i in in_equinox):
                 self.static_results[i] = leaf
@@ -289,6 +296,7 @@ def trace_step(
     if function.new_captures:
         raise VariablesFound(function.new_captures)
     function.release()
+    function.attributes = attributes_of(call.layout.static, call.leaves)
     require_nothing_captured(call.fn, call.objects, list(arrays_in(jaxpr)))
     traced = known[key] = TracedStep(function, jaxpr, context)
     return traced

@@ -37,7 +37,7 @@ from mirror._src.engine.arguments import (
     require_static,
 )
 from mirror._src.engine.choice import choose, fitting
-from mirror._src.engine.closures import stale_array
+from mirror._src.engine.closures import changed_attribute, stale_array
 from mirror._src.engine.cross_device_ops import CrossDeviceOps
 from mirror._src.engine.executor import Executor, SignatureChanged, uncollected
 from mirror._src.engine.host_values import HostValues
@@ -177,6 +177,10 @@ class Runner:
                     if captured and runs and not runs & (runs - 1):
                         text = stale_array(fn, call.objects, captured, call.captured)
                         step.warn("stale", text)
+                    if program.attributes:
+                        before = program.attributes
+                        text = changed_attribute(fn, call.tree, call.leaves, before)
+                        step.warn("attributes", text)
                     try:
                         ready = self._placer.copy_repeated(call, leaves, program, prepared)
                         if prepared.unexpected is None or prepared.unexpected:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from mirror._src.jaxprs.collective_eqns import is_stateful
@@ -39,7 +40,7 @@ class Dependence(enum.Enum):
 _Marks: TypeAlias = Mapping[int, Dependence]
 _NONE: _Marks = {}
 
-_RESHAPING = frozenset({"reshape", "squeeze", "broadcast_in_dim", "convert_element_type"})
+_RESHAPING = frozenset({"reshape", "squeeze", "broadcast_in_dim"})
 
 
 def dependence(
@@ -57,10 +58,11 @@ def dependence(
     """
     jaxpr = program.jaxpr
     marks: list[_Marks] = [_NONE] * len(jaxpr.invars)
+    dtypes = {index: dtype_of(jaxpr.invars[index]) for index in inputs}
     for index in inputs:
-        is_number = jnp.issubdtype(dtype_of(jaxpr.invars[index]), jnp.number)
+        is_number = jnp.issubdtype(dtypes[index], jnp.number)
         marks[index] = {index: Dependence.ADDED if is_number else Dependence.OTHER}
-    after = _Pass().call(program, marks)
+    after = _Pass(dtypes).call(program, marks)
     dependences = []
     for index, output in zip(inputs, outputs, strict=True):
         same_shape = shape_of(jaxpr.invars[index]) == shape_of(jaxpr.outvars[output])
@@ -74,10 +76,12 @@ class _Pass(Interpreter[_Marks]):
     """Dependence pass over a program.
 
     Attributes:
+        dtypes: Dtypes of the tracked inputs, by index.
         control: Inputs that decide whether the current operation runs.
         stored: Inputs that state outside the values depends on: a `Ref`, or the host.
     """
 
+    dtypes: Mapping[int, Any]
     control: frozenset[int] = frozenset()
     stored: frozenset[int] = frozenset()
 
@@ -109,7 +113,15 @@ class _Pass(Interpreter[_Marks]):
             return marks[2]
         if name in _RESHAPING and len(marks) == 1 and _keeps_elements(eqn):
             return marks[0]
+        if name == "convert_element_type" and len(marks) == 1:
+            return self.converted(dtype_of(eqn.invars[0]), dtype_of(eqn.outvars[0]), marks[0])
         return _other(_inputs(marks))
+
+    def converted(self, before: Any, after: Any, marks: _Marks) -> _Marks:
+        """Returns the dependence after a conversion, which must not round the tracked inputs."""
+        is_float = all(jnp.issubdtype(dtype, jnp.floating) for dtype in (before, after))
+        lost = {k for k in marks if not (is_float and np.can_cast(self.dtypes[k], after))}
+        return {**marks, **_other(lost)} if before != after else marks
 
     def chosen(self, predicate: _Marks, cases: Sequence[_Marks]) -> _Marks:
         result = dict(cases[0])

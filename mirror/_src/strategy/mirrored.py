@@ -14,7 +14,7 @@ from mirror._src.base.errors import counted, expected, first_line, require_int
 from mirror._src.base.naming import warn_user
 from mirror._src.base.public_names import set_module
 from mirror._src.base.tracebacks import api_boundary
-from mirror._src.base.types import REPLICA_AXIS, Shard
+from mirror._src.base.types import MOST_REPLICAS, REPLICA_AXIS, Shard
 from mirror._src.cluster import start, store
 from mirror._src.cluster.resolvers import ClusterResolver
 from mirror._src.cluster.start import visible_devices
@@ -79,9 +79,9 @@ class MirroredStrategy(Strategy):
 
     Raises:
         ValueError: If devices are empty or repeated, if their number, `replicas` or
-            `replicas_per_device` is below 1, if `axis_name` is empty, or if `AllReduce` or
-            `replicas` is used with devices of several types. If `replicas` is used with
-            `replicas_per_device`, or with other collectives than `AllReduce`.
+            `replicas_per_device` is below 1 or above 4096, if `axis_name` is empty, or if
+            `AllReduce` or `replicas` is used with devices of several types. If `replicas` is used
+            with `replicas_per_device`, or with other collectives than `AllReduce`.
         InvalidDeviceError: If the machine does not have a device, or as many devices; the number of
             host devices cannot change after JAX has started.
         TypeError: If an argument has the wrong type.
@@ -162,11 +162,11 @@ def require_replicas(
     replicas: int | None, per_device: int, axis_name: object, ops: CrossDeviceOps | None
 ) -> None:
     """Rejects wrong numbers of replicas; prepares the threads for a fixed number of them."""
-    require_int("replicas_per_device", per_device)
+    require_int("replicas_per_device", per_device, most=MOST_REPLICAS)
     require_axis_name(axis_name)
     if replicas is None:
         return
-    require_int("replicas", replicas)
+    require_int("replicas", replicas, most=MOST_REPLICAS)
     if per_device != 1:
         raise ValueError(
             f"Pass replicas={replicas} or replicas_per_device={per_device}, not both: the first "
@@ -325,7 +325,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         NotImplementedError: If `cross_device_ops` reduces on the host, and there are several
             processes.
         ValueError: If the cluster does not have this process, `replicas` or `replicas_per_device`
-            is below 1, the devices do not divide `replicas`, or `axis_name` is empty.
+            is below 1 or above 4096, the devices do not divide `replicas`, or `axis_name` is empty.
         TypeError: If an argument has the wrong type.
 
     >>> strategy = mirror.MultiWorkerMirroredStrategy()  # without TF_CONFIG: one process

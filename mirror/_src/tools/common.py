@@ -11,6 +11,7 @@ import jax
 from mirror._src.base.errors import counted, first_line
 from mirror._src.base.optional import require
 from mirror._src.base.terminal import paint
+from mirror._src.base.types import MOST_REPLICAS
 from mirror._src.devices import backend
 from mirror._src.devices.jax_options import force_host_devices as force_host_devices
 from mirror._src.tools.options import FAILED, OptionError, report_error
@@ -65,6 +66,19 @@ def require_writable(file: Path, feature: str = "This feature", extra: str = "tr
         ) from None
     if is_new:
         file.unlink()
+
+
+def require_few_replicas(num_devices: int, per_device: int) -> None:
+    """Rejects options that ask for more replicas than a strategy can have.
+
+    Raises:
+        OptionError: If they do.
+    """
+    if num_devices * per_device > MOST_REPLICAS:
+        raise OptionError(
+            f"--replicas-per-device {per_device} on {counted(num_devices, 'device')} are "
+            f"{num_devices * per_device} replicas. A strategy has at most {MOST_REPLICAS}."
+        )
 
 
 def too_few_devices(

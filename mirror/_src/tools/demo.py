@@ -25,6 +25,7 @@ from mirror._src.tools.builtin_steps import CNN
 from mirror._src.tools.common import (
     NUM_HOST_DEVICES,
     force_host_devices,
+    require_few_replicas,
     require_writable,
     too_few_devices,
 )
@@ -78,9 +79,11 @@ def make_strategy(options: argparse.Namespace) -> mirror.MirroredStrategy:
     """Returns a strategy over the requested devices that uses the requested executor.
 
     Raises:
-        OptionError: If the devices do not exist, or the executor does not support them.
+        OptionError: If the devices do not exist, the executor does not support them, or there
+            would be too many replicas.
     """
     devices, per_device = _devices(options.devices), options.replicas_per_device
+    require_few_replicas(len(devices), per_device)
     if options.executor == "vmap":  # the same number of replicas, all on the first device
         return mirror.MirroredStrategy(devices[:1], replicas_per_device=len(devices) * per_device)
     kinds = dict.fromkeys(map(backend.type_of, devices))

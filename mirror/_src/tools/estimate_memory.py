@@ -39,6 +39,7 @@ from mirror._src.tools.common import (
     force_host_devices,
     print_report,
     report_step_failure,
+    require_few_replicas,
     too_few_devices,
 )
 from mirror._src.tools.options import USAGE_ERROR, OptionError, report_error
@@ -243,10 +244,16 @@ def estimate(
         donate_argnums: As in `strategy.run`.
 
     Raises:
+        OptionError: If a donated argument does not exist.
         WorkloadError: If `make` or its step reads the value of an array.
         ReplicaDivergenceError: If `strategy.run` would raise it.
     """
     step, args = without_arrays(text, make, strategy)
+    if wrong := [i for i in donate_argnums if i >= len(args)]:
+        raise OptionError(
+            f"--donate {wrong[0]}: the step of {text} has {counted(len(args), 'argument')}, which "
+            "are counted from 0."
+        )
     with escapes_explained(text):
         examined = strategy._runner.examined_without_arrays(step, args, tuple(donate_argnums))
     return memory_report(examined, strategy._replicas)
@@ -276,13 +283,15 @@ def _strategies(parsed: argparse.Namespace) -> list[MirroredStrategy]:
     """Returns a strategy per number of devices.
 
     Raises:
-        OptionError: If there are not enough host devices because their number is fixed.
+        OptionError: If there are not enough host devices because their number is fixed, or too
+            many replicas.
         GpuCompilerError: If this machine cannot compile for the model `gpu`.
     """
     wanted, gpu = parsed.devices, parsed.gpu
     # The default cross-device ops would run a test of the all-reduce on accelerators.
     options = {"replicas_per_device": parsed.replicas_per_device, "shard": parsed.shard}
     each = _found(wanted) if gpu is None else _described(gpu, wanted)
+    require_few_replicas(max(map(len, each)), parsed.replicas_per_device)
     return [MirroredStrategy(devices, AllReduce(), **options) for devices in each]
 
 

@@ -71,7 +71,8 @@ def _integer(what: str, least: int = 0, most: float = math.inf) -> Callable[[str
 
 
 # A demo on 2,000 devices did not end in 100 s.
-_device_count = _integer("a number of devices from 1 to 1024", 1, 1024)
+_MOST = 1024
+_device_count = _integer(f"a number of devices from 1 to {_MOST}", 1, _MOST)
 
 
 def _device_counts(text: str) -> tuple[int, ...]:
@@ -102,5 +103,8 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "path": Path,
     "positions": _positions,
     "positive_int": _integer("a positive integer", 1),
+    "process_count": _integer(f"a number of processes from 1 to {_MOST}", 1, _MOST),
+    "replica_count": _integer(f"a number of replicas from 1 to {_MOST}", 1, _MOST),
+    "seconds": _integer("a number of seconds from 1 to 1000000000", 1, 10**9),
     "seed": _integer(f"an integer from 0 to {2**32 - 1}", 0, 2**32 - 1),
 }

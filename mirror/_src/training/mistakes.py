@@ -24,6 +24,8 @@ from mirror._src.engine.per_replica import is_per_replica
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_OF_TRACES = (jax.errors.JAXTypeError, jax.errors.JAXIndexError)
+
 
 def explains_arguments(method: Callable[P, R]) -> Callable[P, R]:
     """Decorates a method of `Trainer`, so that a wrong call is answered with the right one.
@@ -148,7 +150,8 @@ def describes_batch(fn: Callable[..., Any], batch: PyTree) -> Iterator[None]:
     try:
         yield
     except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
-        if not _is_ours(error):
+        # JAX's errors about traced values are about a line, not about the shapes.
+        if not isinstance(error, _OF_TRACES) and not _is_ours(error):
             with suppress(Exception):  # a note never replaces an error
                 error.add_note(_batch_note(fn, batch))
         raise

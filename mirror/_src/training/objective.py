@@ -319,6 +319,8 @@ class Objective:
         what = f"{'The loss' if name == LOSS else repr(name)} of {name_of(self.loss_fn)}"
         if not isinstance(value, Weighted):
             fix = _RETURN_LOSSES if name == LOSS else _RETURN_VALUES
+            if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+                fix = "Return a tuple: return losses, {...}."
             return _per_example(what, value, size, fix), None
         weight = f"The weight of {what[0].lower()}{what[1:]}"
         weights = _per_example(weight, value.weights, size, _RETURN_SUMS, _SUM_AXES)

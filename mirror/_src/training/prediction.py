@@ -154,7 +154,7 @@ def rows_of(what: str, results: PyTree, mask: PerReplica) -> PyTree:
                 f"result{keys(path)} of {what} must have shape ({size}, ...), one row per "
                 f"example of the replica's batch, got an array of shape {array.shape[1:]}."
             )
-        return array.reshape(-1, *array.shape[2:])[is_example]
+        return array.reshape(n * size, *array.shape[2:])[is_example]
 
     if not jax.tree.leaves(results):
         raise ValueError(f"{what} returned {describe(results)}, which contains no arrays.")

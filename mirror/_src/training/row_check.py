@@ -607,7 +607,7 @@ def examples_of(padded: PaddedBatch, index: int = 0) -> PyTree:
     def rows(leaf: PerReplica) -> np.ndarray:
         array = np.asarray(leaf.stacked)
         array = array[:, index] if len(_shape(padded)) == 3 else array
-        return array.reshape(-1, *array.shape[2:])
+        return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
 
     mask = rows(padded.mask)
     return jax.tree.map(lambda leaf: rows(leaf)[mask], padded.batch, is_leaf=is_per_replica)
@@ -630,7 +630,9 @@ def _of_first(step: Step) -> Step:
 
 def _every_and_each(batch: PyTree, mask: np.ndarray) -> list[Any]:
     """Returns the rows of all replicas as rows of one replica, and the rows of each."""
-    every = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), (batch, mask))
+    every = jax.tree.map(
+        lambda x: x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:]), (batch, mask)
+    )
     parts = [jax.tree.map(lambda x, i=i: x[i : i + 1], (batch, mask)) for i in range(len(mask))]
     return [every, *parts]
 
@@ -638,7 +640,7 @@ def _every_and_each(batch: PyTree, mask: np.ndarray) -> list[Any]:
 def _in_halves(x: np.ndarray) -> np.ndarray:
     """Returns the rows of each replica as the rows of two."""
     half = x.shape[1] // 2
-    return x[:, : 2 * half].reshape(-1, half, *x.shape[2:])
+    return x[:, : 2 * half].reshape(2 * len(x), half, *x.shape[2:])
 
 
 def _numbers(eqn: JaxprEqn) -> tuple[str, list[Any]]:

@@ -15,6 +15,8 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from mirror._src.devices.op_log import placement_log
@@ -24,6 +26,7 @@ from mirror._src.engine.nnx.structure import (
     Structure,
     holder_at,
     is_equal,
+    nodes,
     put,
     read_holder,
     require_arrays,
@@ -192,6 +195,7 @@ class ObjectTable:
 
     def _create(self, objects: Sequence[Any]) -> Record:
         key, records = tuple(map(id, objects)), self._records
+        _make_hyperparams_arrays(objects)
         record = Record(objects, self._structures)
         drop = lambda _: records.pop(key, None) and None  # or it keeps the arrays  # noqa: E731
         records[key] = ([_reference(obj, drop) for obj in objects], record)
@@ -263,6 +267,15 @@ class ObjectTable:
             ids = {id(leaf) for i, leaf in enumerate(record.last) if i not in unchecked}
             positions = [i for i in positions if id(leaves[i]) not in ids]
         return positions
+
+
+def _make_hyperparams_arrays(objects: Sequence[Any]) -> None:
+    """Makes an array of each number that the user has assigned to a hyperparameter of Optax."""
+    optimizers = [node for _, node in nodes(objects) if isinstance(node, nnx.Optimizer)]
+    for node in (node for each in optimizers for _, node in nnx.iter_graph(each.opt_state)):
+        for name, value in node.items() if isinstance(node, dict) else ():
+            if isinstance(value, int | float | np.number) and not isinstance(value, bool):
+                node[name] = jnp.asarray(value)
 
 
 def _reference(obj: Any, on_death: Callable[[Any], None]) -> Callable[[], Any]:
