@@ -29,6 +29,11 @@ def cross_entropy(w, x, y):
     return -jnp.take_along_axis(jax.nn.log_softmax(x @ w), y[:, None], 1)[:, 0]
 
 
+def entropy(h):
+    share = pmean(jax.nn.softmax(h).mean(0))
+    return share * jnp.log(share)
+
+
 def picked(w, x, y):
     return -jax.nn.log_softmax(x @ w)[jnp.arange(len(y)), y]
 
@@ -186,6 +191,9 @@ EQUAL = {
     "zeros beside zeros": lambda w, x, y: w + psum(jnp.zeros((3, 3)).at[0].set(jnp.zeros(3))),
     "scaled roots": lambda w, x, y: (lambda g: g / jnp.linalg.norm(g))(
         psum(gradient(mean)(w, x, y))
+    ),
+    "entropy of weight 0": lambda w, x, y: psum(
+        gradient(lambda w, x, y: total(w, x, y) + 0.0 * entropy(x @ w).sum())(w, x, y)
     ),
     "rematerialized": lambda w, x, y: pmean(gradient(jax.checkpoint(mean))(w, x, y)),
 }
@@ -399,6 +407,10 @@ OTHERS = {
     "rows less one": (lambda w, x, y: psum(x.sum()) / (N * (len(x) - 1)), Why.SCALE),
     "narrow sum": (
         lambda w, x, y: psum(x.astype(jnp.int8).sum(dtype=jnp.int8).astype(jnp.int32)),
+        Why.UNKNOWN,
+    ),
+    "0 times what may be infinite": (
+        lambda w, x, y: psum(x.sum(0) + 0.0 * jnp.log(x.sum(0))),
         Why.UNKNOWN,
     ),
     "callback": (

@@ -190,7 +190,7 @@ def outputs_of(
             relations[k] = from_zero[k] if i in sums else relations[k]
     merged = {i for metric in plan.merged for i in metric.positions.values() if not _is_sum(metric)}
     for k, i in enumerate(plan.changed):
-        if i in merged and relations[k].is_different:  # such as of variances, which is exact
+        if i in merged and not relations[k].is_equal:  # such as of variances, which is exact
             relations[k] = other(Why.UNKNOWN, "merge", f"of {call.input_names[i]}")
     names = [*(call.input_names[i] for i in plan.changed), *step.out_names]
     is_own = [step.per_replica[i] for i in plan.changed] + list(plan.per_replica_results)

@@ -223,10 +223,14 @@ def _quotient(pair: Pair, xs: list[Relation]) -> Relation | None:
         return ZERO if y.kind in (Kind.SAME, Kind.ROWS) else None
     if y.kind not in (Kind.SAME, Kind.ROWS):
         return None
-    is_inexact = jnp.issubdtype(dtype_of(pair.eqn.outvars[0]), jnp.inexact)
-    if not is_inexact and (x.scale != y.scale or x.kind is Kind.PART):
+    if not _is_inexact(pair) and (x.scale != y.scale or x.kind is Kind.PART):
         return None  # whose result is rounded
     return _bilinear(pair, [x, y._replace(scale=1 / y.scale)], None)
+
+
+def _is_inexact(pair: Pair) -> bool:
+    """Whether the result has numbers that may be rounded or infinite."""
+    return bool(jnp.issubdtype(dtype_of(pair.eqn.outvars[0]), jnp.inexact))
 
 
 def _selection(pair: Pair, xs: list[Relation]) -> Relation | None:
@@ -343,8 +347,10 @@ def results(pair: Pair, operands: list[Relation]) -> list[Relation]:
     if name == "select_n" and operands[0].kind is Kind.ZERO:
         return operands[1:2]
     kinds = list(map(kind_of, operands))
-    if name in _PRODUCTS and Kind.ZERO in kinds:
-        return [ZERO]
+    is_product = name in _PRODUCTS and Kind.ZERO in kinds
+    if is_product or (name == "div" and kinds == [Kind.ZERO, Kind.SAME]):
+        is_finite = Kind.OTHER not in kinds or not _is_inexact(pair)  # 0 times infinity is NaN
+        return [ZERO if is_finite else pair.other(Why.UNKNOWN)]
     if Kind.OTHER in kinds and (found := worst(operands)) is not None:
         return [_passed_on(pair, found, operands)] * count
     if Kind.SPREAD in kinds:
