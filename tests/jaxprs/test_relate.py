@@ -195,6 +195,9 @@ EQUAL = {
     "entropy of weight 0": lambda w, x, y: psum(
         gradient(lambda w, x, y: total(w, x, y) + 0.0 * entropy(x @ w).sum())(w, x, y)
     ),
+    "the first of equal rows": lambda w, x, y: pmean(
+        (x * jnp.ones_like(x)[0] * jnp.broadcast_to(w[0], x.shape)[1]).mean(0)
+    ),
     "rematerialized": lambda w, x, y: pmean(gradient(jax.checkpoint(mean))(w, x, y)),
 }
 OTHERS = {
@@ -413,6 +416,19 @@ OTHERS = {
         lambda w, x, y: psum(x.sum(0) + 0.0 * jnp.log(x.sum(0))),
         Why.UNKNOWN,
     ),
+    "by the root of the rows": (
+        lambda w, x, y: (lambda z: pmean(z.T @ z))(x / np.float32(np.sqrt(len(x)))),
+        Why.UNKNOWN,
+    ),
+    "the last of equal rows": (
+        lambda w, x, y: jnp.broadcast_to(w[0], x.shape)[-1],
+        Why.UNKNOWN,
+    ),
+    "whether a count of replicas is not zero": (
+        lambda w, x, y: (psum(jnp.isnan(x).any().astype(int)) > 0).astype(int),
+        Why.UNKNOWN,
+    ),
+    "a count of replicas": (lambda w, x, y: psum(jnp.isnan(x).any().astype(int)), Why.EXTREME),
     "callback": (
         lambda w, x, y: jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct((3, 3), w.dtype), w),
         Why.UNKNOWN,

@@ -379,8 +379,9 @@ def _values(pair: Pair, operands: list[Relation]) -> list[Relation]:
 def _passed_on(pair: Pair, x: Relation, operands: list[Relation]) -> Relation:
     """Returns the relation of a function of a value that does not relate."""
     name, cause = pair.name, x.cause
-    if name in _SORTS:  # a permutation may be without effect
-        return pair.other(Why.UNKNOWN)
+    is_extreme = cause is not None and cause.why is Why.EXTREME
+    if name in _SORTS or (is_extreme and name in _COMPARING):
+        return pair.other(Why.UNKNOWN)  # a permutation without effect, or whether any is true
     if cause is None or cause.why is not Why.PAIRS:
         return x
     is_linear = name in SHAPING | LINEAR | ADDITION | _PRODUCTS | {"div"}

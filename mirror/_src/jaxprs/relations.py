@@ -31,6 +31,7 @@ from mirror._src.jaxprs.primitives import (
 UNIFORM = -1_000_000
 _CREATING = frozenset({"broadcast_in_dim", "iota", "random_bits", "random_split"})
 _LARGEST_DENOMINATOR = 10_000
+_SMALL = 8  # product of a numerator and a denominator, for which 16 bits suffice
 
 
 class Kind(enum.Enum):
@@ -353,7 +354,11 @@ def _of_numbers(a: np.ndarray, b: np.ndarray) -> Relation | None:
         return SAME._replace(scale=Fraction(int(a), int(b)))
     factor = Fraction(ratio).limit_denominator(_LARGEST_DENOMINATOR)
     rounding = 4 * float(jnp.finfo(a.dtype).eps)
-    return SAME._replace(scale=factor) if abs(ratio - factor) <= rounding * abs(ratio) else None
+    are_counts = float(a).is_integer() and float(b).is_integer()
+    # Of an irrational number, such as a root, some fraction with large terms is close.
+    is_small = factor.numerator * factor.denominator <= max(_SMALL, 0.01 / rounding)
+    is_close = abs(ratio - factor) <= rounding * abs(ratio)
+    return SAME._replace(scale=factor) if is_close and (are_counts or is_small) else None
 
 
 def _are_equal(a: Any, b: Any) -> bool:
@@ -473,6 +478,9 @@ def _of_rounds(pair: Pair, found: Relation, operands: list[Relation]) -> Relatio
         return found._replace(pieces=outermost(varying))
     if found.kind is Kind.PART and [x.pieces for x in operands] == [UNIFORM]:
         return SAME.by(found.scale / pair.num_replicas)  # a sum of equal rows
+    if found.cause is not None and found.cause.why is Why.ROWS and operands[0].pieces == UNIFORM:
+        is_row = pair.name in ("slice", "dynamic_slice") and pair.has_equal_params()
+        return SAME.by(operands[0].scale) if is_row else pair.other(Why.UNKNOWN)
     if found.kind is not Kind.ROWS or varying or is_collected:
         return found
     along = [(x, a) for x, a in zip(operands, pair.eqn.invars, strict=True) if x.kind is Kind.ROWS]
