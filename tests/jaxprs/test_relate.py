@@ -198,6 +198,10 @@ EQUAL = {
     "the first of equal rows": lambda w, x, y: pmean(
         (x * jnp.ones_like(x)[0] * jnp.broadcast_to(w[0], x.shape)[1]).mean(0)
     ),
+    "a mean that is added to rows": lambda w, x, y: pmean(
+        (cross_entropy(w, x, y) + 0.1 * jnp.abs(x @ w).mean()).mean()
+    ),
+    "rows that are centered": lambda w, x, y: pmean((1 - 2 * (x @ w - x.mean(0))).sum(1).mean()),
     "rematerialized": lambda w, x, y: pmean(gradient(jax.checkpoint(mean))(w, x, y)),
 }
 OTHERS = {
@@ -429,6 +433,8 @@ OTHERS = {
         Why.UNKNOWN,
     ),
     "a count of replicas": (lambda w, x, y: psum(jnp.isnan(x).any().astype(int)), Why.EXTREME),
+    "a sum that is added to rows": (lambda w, x, y: psum((x + x.sum(0)).sum(0)), Why.PART),
+    "squares of centered rows": (lambda w, x, y: psum(((x - x.mean(0)) ** 2).sum()), Why.PART),
     "callback": (
         lambda w, x, y: jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct((3, 3), w.dtype), w),
         Why.UNKNOWN,

@@ -44,6 +44,7 @@ class Kind(enum.Enum):
     ROWS = "rows"  # the concatenation of all v along `axis` is scale * w
     PART = "part"  # the sum of all v is scale * w
     SPREAD = "spread"  # all rows along `axis` are one PART, and the sum is ROWS
+    ADDED = "added"  # the sums of v over the rows along `axis` are a PART of the sum of w
     MOST = "most"  # the largest v is scale * w, and scale > 0
     LEAST = "least"  # the smallest v is scale * w, and scale > 0
     INDEX = "index"  # as ROWS, if replica r adds r * scale to the `columns` of the last axis
@@ -52,7 +53,7 @@ class Kind(enum.Enum):
     OTHER = "other"  # not known to relate; see `cause`
 
 
-ALONG_AXIS = (Kind.ROWS, Kind.INDEX, Kind.SPREAD)
+ALONG_AXIS = (Kind.ROWS, Kind.INDEX, Kind.SPREAD, Kind.ADDED)
 _NEVER_ZERO = (Kind.INDEX, Kind.NUMBER, Kind.TOTAL)  # which zeros do not have
 EXTREMES = {"max": Kind.MOST, "min": Kind.LEAST}
 
@@ -128,7 +129,7 @@ class Relation(NamedTuple):
         """Whether the replicas have another value than one device, unless terms cancel."""
         if self.kind is Kind.OTHER:
             return self.cause is None or self.cause.why not in _UNDECIDED
-        return self.kind is Kind.SAME and self.scale != 1
+        return self.kind is Kind.ADDED or (self.kind is Kind.SAME and self.scale != 1)
 
     def by(self, factor: Fraction, cause: Cause | None = None) -> "Relation":
         """Returns the relation of a multiple; `cause` is blamed for a new factor."""
