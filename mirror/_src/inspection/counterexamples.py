@@ -18,6 +18,7 @@ from mirror._src.jaxprs.equations import equations
 from mirror._src.jaxprs.primitives import CALLBACK, SAMPLER, shape_of
 
 _MOST_NUMBERS = 2**26  # of the results of all operations
+_UNKNOWN = SAMPLER | CALLBACK | {"while"}  # which may not end for random arguments
 _SIZES = ((1.0, 1.0), (30.0, 30.0), (0.01, 1.0))  # of what replicas share, and of rows
 _LARGE_INTEGER = 1000  # such as a number of updates
 _ROUNDINGS = 64
@@ -39,7 +40,7 @@ def agreeing(
 ) -> set[int]:
     """Returns the outputs whose numbers agree for all of a few random arguments.
 
-    Numbers cannot tell for programs with random numbers or callbacks, and for large ones.
+    Numbers cannot tell for random numbers, callbacks, `while_loop` and large programs.
 
     Args:
         many: The program of the replicas.
@@ -49,9 +50,10 @@ def agreeing(
         outputs: Positions of the outputs to compare.
     """
     eqns = [e for each in (many, one) for e in equations(each.traced.jaxpr.jaxpr)]
-    is_unknown = any(e.primitive.name in SAMPLER | CALLBACK or is_stateful(e) for e in eqns)
+    is_unknown = any(e.primitive.name in _UNKNOWN or is_stateful(e) for e in eqns)
     count = sum(math.prod(shape_of(var)) for e in eqns for var in e.outvars)
-    if is_unknown or count > _MOST_NUMBERS:
+    rounds = max((e.params["length"] for e in eqns if e.primitive.name == "scan"), default=1)
+    if is_unknown or rounds * count > _MOST_NUMBERS:
         return set()
     is_own = [a.shape != b.shape for a, b in zip(many.traced.jaxpr.in_avals, types, strict=True)]
     rng = np.random.default_rng(0)
