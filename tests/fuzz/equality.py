@@ -404,6 +404,8 @@ def holds(relation: Relation, values: np.ndarray, whole: np.ndarray) -> bool:
         case Kind.NUMBER:
             steps = [i * float(relation.scale) for i in range(len(values))]
             return _is_close(values, np.array(steps)) and not whole.any()
+        case Kind.ADDED:
+            return _is_close(values.sum((0, relation.axis + 1)), scaled.sum(relation.axis))
         case Kind.SPREAD:
             first = np.take(values.sum(0), 0, relation.axis)
             return _is_close(first, np.take(scaled, 0, relation.axis))

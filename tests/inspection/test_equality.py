@@ -407,6 +407,61 @@ def test_every_executor_warns(strategy):
     assert not said(strategy, *make(strategy, average, mean))
 
 
+def undone(w, x):
+    return mean(jax.grad(lambda w: jnp.linalg.norm(x * w - 1) ** 2 / len(x))(w))
+
+
+def weighted(w, x):
+    kept = (x[:, 0] > 0).astype(x.dtype)
+    count = kept.sum()
+    return total((x * kept[:, None]).sum(0) / jnp.maximum(count, 1) * count) / total(count)
+
+
+def combined(w, x):
+    center = x.mean(0)
+    moved = center - mean(center)
+    return total(((x - center) ** 2).sum(0) + len(x) * moved**2) / total(len(x))
+
+
+CANCELING = {
+    "the square of a root": undone,
+    "a mean times its count": weighted,
+    "the variances of replicas": combined,
+    "a sum that is positive": lambda w, x: total(jnp.maximum((x**2).sum(0), 0)),
+    "the exponential of a logarithm": lambda w, x: jnp.log(
+        total(jnp.exp(jnp.log(jnp.exp(x).sum(0))))
+    ),
+    "whether any row": lambda w, x: jnp.where(
+        total(jnp.isnan(x).any().astype(int)) > 0, 0 * w, mean((x * w).mean(0))
+    ),
+    "a root of the rows": lambda w, x: mean(jnp.dot(x.T / np.sqrt(len(x)), x / np.sqrt(len(x))))[0],
+    "pairs that are added": lambda w, x: w - mean((x[:, None] - x[None]).mean((0, 1))),
+}
+
+
+@rows("name", list(CANCELING))
+def test_steps_that_equal_one_device_do_not_warn(name, two):
+    step = CANCELING[name]
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    args = jnp.array([0.5, 1.0, 1.5]), *two.distribute_dataset([x])
+    assert two.inspect(step, args).equals_one_device.verdict != "equal"
+    two.verify(step, args)
+    assert not said(two, step, args)
+
+
+@rows("rate", [1e-4, 1.0])
+def test_a_clip_warns_before_it_has_an_effect(rate, two):
+    """The numbers that decide are not the arguments of the first run."""
+
+    def step(w, x):
+        grads = jax.grad(lambda w: jnp.tanh(x @ w).mean())(w)
+        return w - rate * mean(grads * jnp.minimum(1.0, 1 / norm(grads)))
+
+    args = np.ones(3, np.float32), mirror.PerReplica([np.full((5, 3), 0.01, np.float32)] * 2)
+    (message,) = said(two, step, args)
+    assert_message(message, names="result")
+
+
 def test_a_step_that_is_right_is_traced_once_and_one_that_differs_twice(two):
     traced = []
 

@@ -29,6 +29,11 @@ def cross_entropy(w, x, y):
     return -jnp.take_along_axis(jax.nn.log_softmax(x @ w), y[:, None], 1)[:, 0]
 
 
+def entropy(h):
+    share = pmean(jax.nn.softmax(h).mean(0))
+    return share * jnp.log(share)
+
+
 def picked(w, x, y):
     return -jax.nn.log_softmax(x @ w)[jnp.arange(len(y)), y]
 
@@ -187,6 +192,16 @@ EQUAL = {
     "scaled roots": lambda w, x, y: (lambda g: g / jnp.linalg.norm(g))(
         psum(gradient(mean)(w, x, y))
     ),
+    "entropy of weight 0": lambda w, x, y: psum(
+        gradient(lambda w, x, y: total(w, x, y) + 0.0 * entropy(x @ w).sum())(w, x, y)
+    ),
+    "the first of equal rows": lambda w, x, y: pmean(
+        (x * jnp.ones_like(x)[0] * jnp.broadcast_to(w[0], x.shape)[1]).mean(0)
+    ),
+    "a mean that is added to rows": lambda w, x, y: pmean(
+        (cross_entropy(w, x, y) + 0.1 * jnp.abs(x @ w).mean()).mean()
+    ),
+    "rows that are centered": lambda w, x, y: pmean((1 - 2 * (x @ w - x.mean(0))).sum(1).mean()),
     "rematerialized": lambda w, x, y: pmean(gradient(jax.checkpoint(mean))(w, x, y)),
 }
 OTHERS = {
@@ -401,6 +416,25 @@ OTHERS = {
         lambda w, x, y: psum(x.astype(jnp.int8).sum(dtype=jnp.int8).astype(jnp.int32)),
         Why.UNKNOWN,
     ),
+    "0 times what may be infinite": (
+        lambda w, x, y: psum(x.sum(0) + 0.0 * jnp.log(x.sum(0))),
+        Why.UNKNOWN,
+    ),
+    "by the root of the rows": (
+        lambda w, x, y: (lambda z: pmean(z.T @ z))(x / np.float32(np.sqrt(len(x)))),
+        Why.UNKNOWN,
+    ),
+    "the last of equal rows": (
+        lambda w, x, y: jnp.broadcast_to(w[0], x.shape)[-1],
+        Why.UNKNOWN,
+    ),
+    "whether a count of replicas is not zero": (
+        lambda w, x, y: (psum(jnp.isnan(x).any().astype(int)) > 0).astype(int),
+        Why.UNKNOWN,
+    ),
+    "a count of replicas": (lambda w, x, y: psum(jnp.isnan(x).any().astype(int)), Why.EXTREME),
+    "a sum that is added to rows": (lambda w, x, y: psum((x + x.sum(0)).sum(0)), Why.PART),
+    "squares of centered rows": (lambda w, x, y: psum(((x - x.mean(0)) ** 2).sum()), Why.PART),
     "callback": (
         lambda w, x, y: jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct((3, 3), w.dtype), w),
         Why.UNKNOWN,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core import ClosedJaxpr
 
 from mirror._src.base.errors import counted, describe, expected, first_line, listing
 from mirror._src.base.naming import is_our_module, warn_user
@@ -20,9 +21,10 @@ from mirror._src.base.terminal import Table, wrap
 from mirror._src.engine.analysis import Analysis, average_and_merge
 from mirror._src.engine.arguments import Call
 from mirror._src.engine.plan import Merge, Plan
-from mirror._src.engine.replica_function import ReplicaFunction
+from mirror._src.engine.replica_function import ReplicaFunction, TracedStep
 from mirror._src.engine.runner import Runner
 from mirror._src.engine.variable import Variable
+from mirror._src.inspection.counterexamples import Program, agreeing
 from mirror._src.jaxprs.additive import Dependence
 from mirror._src.jaxprs.relate import guess, relate
 from mirror._src.jaxprs.relations import (
@@ -150,7 +152,7 @@ def compare(call: Call, analysis: Analysis, single: Callable[[], Runner]) -> Equ
         why = f"run rejects the step: {analysis.problems[0].splitlines()[0]}"
         return EqualityReport(name, n, (EqualityRow("the step", "", _UNKNOWN, why),))
     try:
-        outputs = outputs_of(call, analysis, single(), n)
+        outputs = outputs_of(call, analysis, _twin(call, analysis, single(), n), n)
     except Exception as error:  # of the user's step, for which the whole batch is too long
         why = f"One device cannot run the step with the whole batch: {first_line(error)}"
         return EqualityReport(name, n, (EqualityRow("the step", "", _UNKNOWN, why),))
@@ -158,28 +160,51 @@ def compare(call: Call, analysis: Analysis, single: Callable[[], Runner]) -> Equ
     return EqualityReport(name, n, (*rows[count:], *rows[:count]))
 
 
-def outputs_of(
+class _Twin(NamedTuple):
+    """The step of one device.
+
+    Attributes:
+        inputs: How the inputs relate.
+        types: The types of its inputs.
+        traced: Its trace.
+        finish: As `Analysis.finish`.
+        has_own_samples: As for `relate`.
+    """
+
+    inputs: list[Relation]
+    types: tuple[jax.ShapeDtypeStruct, ...]
+    traced: TracedStep
+    finish: ClosedJaxpr
+    has_own_samples: bool
+
+
+def _twin(
     call: Call, analysis: Analysis, single: Runner, n: int, *, has_own_samples: bool = False
-) -> list[Output]:
+) -> _Twin:
+    """Returns the step that a runner of one device would run."""
+    step = analysis.traced.function
+    inputs, types = inputs_of(call, step, n, has_own_samples=has_own_samples)
+    alone = single.traced_as(call, types)
+    return _Twin(inputs, types, alone, average_and_merge(alone, analysis.plan), has_own_samples)
+
+
+def outputs_of(call: Call, analysis: Analysis, twin: _Twin, n: int) -> list[Output]:
     """Returns the variables that a step changes, and its results, related to one device.
 
     Args:
         call: A call of the step.
         analysis: Its analysis.
-        single: A runner of one device.
+        twin: The step of one device.
         n: Number of replicas.
-        has_own_samples: As for `relate`.
     """
     traced, plan = analysis.traced, analysis.plan
-    step = traced.function
-    inputs, types = inputs_of(call, step, n, has_own_samples=has_own_samples)
-    alone = single.traced_as(call, types)
-    finish, finish_alone = analysis.finish, average_and_merge(alone, plan)
+    step, inputs, finish_alone = traced.function, twin.inputs, twin.finish
+    finish = analysis.finish
     assert finish is not None
 
     def related(inputs: Sequence[Relation]) -> list[Relation]:
-        to_one = functools.partial(relate, num_replicas=n, has_own_samples=has_own_samples)
-        found = to_one(traced.jaxpr, alone.jaxpr, inputs)
+        to_one = functools.partial(relate, num_replicas=n, has_own_samples=twin.has_own_samples)
+        found = to_one(traced.jaxpr, twin.traced.jaxpr, inputs)
         return to_one(finish, finish_alone, [*inputs, *found])
 
     relations = related(inputs) if n > 1 else [SAME] * len(finish.jaxpr.outvars)
@@ -190,7 +215,7 @@ def outputs_of(
             relations[k] = from_zero[k] if i in sums else relations[k]
     merged = {i for metric in plan.merged for i in metric.positions.values() if not _is_sum(metric)}
     for k, i in enumerate(plan.changed):
-        if i in merged and relations[k].is_different:  # such as of variances, which is exact
+        if i in merged and not relations[k].is_equal:  # such as of variances, which is exact
             relations[k] = other(Why.UNKNOWN, "merge", f"of {call.input_names[i]}")
     names = [*(call.input_names[i] for i in plan.changed), *step.out_names]
     is_own = [step.per_replica[i] for i in plan.changed] + list(plan.per_replica_results)
@@ -375,7 +400,8 @@ def warn_if_different(
     """Warns if one device with the whole batch would compute another new state.
 
     Random numbers count as equal, since replicas are meant to draw their own. A step that seems
-    to differ is traced again, with the whole batch, so that each warning is proved.
+    to differ is traced again, with the whole batch, so that each warning is proved. Random
+    arguments must not refute it.
 
     Args:
         single: Returns a runner of one device.
@@ -393,10 +419,14 @@ def warn_if_different(
         if not any(guessed[k].is_different for k in state):
             warned |= {UNSURE} if not all(guessed[k].is_equal for k in state) else set()
             return
-        outputs = outputs_of(call, analysis, single(), n, has_own_samples=True)
+        twin = _twin(call, analysis, single(), n, has_own_samples=True)
+        outputs = outputs_of(call, analysis, twin, n)
     except Exception:  # a step that one device cannot trace, and any other, runs
         return
     wrong = [k for k in state if outputs[k].relation.is_different]
+    if wrong:
+        refuted = _agreeing(analysis, twin, wrong)
+        wrong = [k for k in wrong if k not in refuted]
     if not wrong:
         warned.add(UNSURE)
         return
@@ -409,6 +439,14 @@ def warn_if_different(
         f"{explained(first.relation, n)}{_hint(call, analysis, wrong)} If it is meant to differ, "
         f"{fix}."
     )
+
+
+def _agreeing(analysis: Analysis, twin: _Twin, outputs: Sequence[int]) -> set[int]:
+    """Returns the outputs that numbers show to agree with one device, such as x of log(exp(x))."""
+    assert analysis.finish is not None
+    many, one = Program(analysis.traced, analysis.finish), Program(twin.traced, twin.finish)
+    masks = {i for i, x in enumerate(twin.inputs) if x.pieces == UNIFORM}
+    return agreeing(many, one, twin.types, masks, outputs)
 
 
 def _is_meant(fn: Any) -> bool:

@@ -285,7 +285,7 @@ class _Loop(NamedTuple):
 
     def slice_of(self, x: Relation) -> Relation | None:
         """Returns the relation of what a round reads of an array; `None` if it is not known."""
-        if x.kind is Kind.SPREAD:
+        if x.kind in (Kind.SPREAD, Kind.ADDED):
             return None
         if self.is_over_rows:
             if x.kind is Kind.ROWS and x.axis == 0 and (x.pieces is None or x.pieces < 0):
@@ -299,7 +299,7 @@ class _Loop(NamedTuple):
 
     def stacked(self, x: Relation) -> Relation | None:
         """Returns the relation of the array of what all rounds return."""
-        if x.kind in (Kind.SPREAD, Kind.TOTAL):
+        if x.kind in (Kind.SPREAD, Kind.ADDED, Kind.TOTAL):
             return None
         if self.is_over_rows:
             if x.kind is Kind.ROWS and x.axis == self.row:
@@ -421,7 +421,7 @@ class _Alone(Pass):
         if name == "reduce_sum":
             x, axes = operands[0], eqn.params["axes"]
             size = int(np.prod([shape_of(eqn.invars[0])[axis] for axis in axes]))
-            is_over_rows = x.kind is Kind.ROWS and x.axis in axes
+            is_over_rows = x.kind in ALONG_AXIS and x.axis in axes
             self.sizes[eqn.outvars[0]] = size, is_over_rows
             (self.counts if is_over_rows else self.others).add(size)
         elif isinstance(eqn.invars[0], Var):

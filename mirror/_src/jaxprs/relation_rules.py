@@ -40,6 +40,7 @@ from mirror._src.jaxprs.primitives import (
 )
 from mirror._src.jaxprs.relation_shapes import overwrites
 from mirror._src.jaxprs.relations import (
+    ALONG_AXIS,
     EXTREMES,
     SAME,
     ZERO,
@@ -52,6 +53,7 @@ from mirror._src.jaxprs.relations import (
     common,
     guarded,
     kind_of,
+    moved,
     of_each_row,
     part,
     rows,
@@ -157,9 +159,40 @@ def _sum(pair: Pair, xs: list[Relation]) -> Relation | None:
     if kinds == {Kind.SAME, Kind.PART}:
         atom = pair.eqn.invars[[x.kind for x in xs].index(Kind.SAME)]
         return None if isinstance(atom, Literal) else pair.other(Why.SCALE)
-    if Kind.PART in kinds and kinds <= {Kind.PART, Kind.ROWS}:
-        return pair.other(Why.PART)
     return None
+
+
+def _of_sums(pair: Pair, xs: list[Relation]) -> Relation | None:
+    """Returns the relation of a linear function of rows of which only the sum relates."""
+    along, name = [x for x in xs if x.kind in ALONG_AXIS], pair.name
+    axis, n = along[0].axis, pair.num_replicas
+    pairs = zip(xs, pair.eqn.invars, strict=True)
+    others = [shape_of(atom) for x, atom in pairs if x not in along and x.kind is not Kind.ZERO]
+    if axis < 0 or any(shape and shape[axis] != 1 for shape in others):
+        return None
+    sums = [x.scale / n if x.kind in (Kind.SPREAD, Kind.PART) else x.scale for x in xs]
+    cause = along[0].cause or pair.cause(Why.PART)
+    found = Relation(Kind.ADDED, sums[xs.index(along[0])], axis, cause=cause)
+    if name in ADDITION:
+        scales = {scale for scale, x in zip(sums, xs, strict=True) if x.kind is not Kind.ZERO}
+        is_known = {*map(kind_of, xs)} <= {*_SUMMED, Kind.SPREAD, Kind.ADDED}
+        is_known = is_known and len({x.axis for x in along}) == 1
+        return found if len(scales) == 1 and is_known else None
+    if len(along) > 1:
+        return None
+    if name == "reduce_sum":
+        axes = pair.eqn.params["axes"]
+        return (
+            part(found.scale)
+            if axis in axes
+            else moved(xs[0], lambda a: a - sum(b < a for b in axes))
+        )
+    if name not in ELEMENTWISE:
+        return None
+    of_sum = _elementwise(pair, [part(found.scale) if x in along else x for x in xs])
+    if of_sum is None or of_sum.kind is not Kind.PART:
+        return None
+    return found._replace(scale=of_sum.scale)
 
 
 def _scales_differ(xs: list[Relation]) -> Relation | None:
@@ -223,10 +256,14 @@ def _quotient(pair: Pair, xs: list[Relation]) -> Relation | None:
         return ZERO if y.kind in (Kind.SAME, Kind.ROWS) else None
     if y.kind not in (Kind.SAME, Kind.ROWS):
         return None
-    is_inexact = jnp.issubdtype(dtype_of(pair.eqn.outvars[0]), jnp.inexact)
-    if not is_inexact and (x.scale != y.scale or x.kind is Kind.PART):
+    if not _is_inexact(pair) and (x.scale != y.scale or x.kind is Kind.PART):
         return None  # whose result is rounded
     return _bilinear(pair, [x, y._replace(scale=1 / y.scale)], None)
+
+
+def _is_inexact(pair: Pair) -> bool:
+    """Whether the result has numbers that may be rounded or infinite."""
+    return bool(jnp.issubdtype(dtype_of(pair.eqn.outvars[0]), jnp.inexact))
 
 
 def _selection(pair: Pair, xs: list[Relation]) -> Relation | None:
@@ -343,12 +380,17 @@ def results(pair: Pair, operands: list[Relation]) -> list[Relation]:
     if name == "select_n" and operands[0].kind is Kind.ZERO:
         return operands[1:2]
     kinds = list(map(kind_of, operands))
-    if name in _PRODUCTS and Kind.ZERO in kinds:
-        return [ZERO]
+    is_product = name in _PRODUCTS and Kind.ZERO in kinds
+    if is_product or (name == "div" and kinds == [Kind.ZERO, Kind.SAME]):
+        is_finite = Kind.OTHER not in kinds or not _is_inexact(pair)  # 0 times infinity is NaN
+        return [ZERO if is_finite else pair.other(Why.UNKNOWN)]
     if Kind.OTHER in kinds and (found := worst(operands)) is not None:
         return [_passed_on(pair, found, operands)] * count
-    if Kind.SPREAD in kinds:
-        return [pair.other(Why.PART)] * count
+    is_added = name in ADDITION and {*kinds} == {Kind.ROWS, Kind.PART}
+    if Kind.SPREAD in kinds or Kind.ADDED in kinds or is_added:
+        causes = [x.cause for x in operands if x.kind is Kind.ADDED and x.cause is not None]
+        different = Relation(Kind.OTHER, cause=causes[0]) if causes else pair.other(Why.PART)
+        return [guarded(_of_sums, "sharding", "out_sharding")(pair, operands) or different] * count
     keeps_zero = name in _KEEPS_ZERO or pair.eqn.params.get("y", 0) > 0  # `integer_pow`
     if keeps_zero and all(x.kind is Kind.ZERO for x in _values(pair, operands)):
         return [ZERO] * count
@@ -373,8 +415,9 @@ def _values(pair: Pair, operands: list[Relation]) -> list[Relation]:
 def _passed_on(pair: Pair, x: Relation, operands: list[Relation]) -> Relation:
     """Returns the relation of a function of a value that does not relate."""
     name, cause = pair.name, x.cause
-    if name in _SORTS:  # a permutation may be without effect
-        return pair.other(Why.UNKNOWN)
+    is_extreme = cause is not None and cause.why is Why.EXTREME
+    if name in _SORTS or (is_extreme and name in _COMPARING):
+        return pair.other(Why.UNKNOWN)  # a permutation without effect, or whether any is true
     if cause is None or cause.why is not Why.PAIRS:
         return x
     is_linear = name in SHAPING | LINEAR | ADDITION | _PRODUCTS | {"div"}

@@ -31,6 +31,7 @@ from mirror._src.jaxprs.primitives import (
 UNIFORM = -1_000_000
 _CREATING = frozenset({"broadcast_in_dim", "iota", "random_bits", "random_split"})
 _LARGEST_DENOMINATOR = 10_000
+_SMALL = 8  # product of a numerator and a denominator, for which 16 bits suffice
 
 
 class Kind(enum.Enum):
@@ -43,6 +44,7 @@ class Kind(enum.Enum):
     ROWS = "rows"  # the concatenation of all v along `axis` is scale * w
     PART = "part"  # the sum of all v is scale * w
     SPREAD = "spread"  # all rows along `axis` are one PART, and the sum is ROWS
+    ADDED = "added"  # the sums of v over the rows along `axis` are a PART of the sum of w
     MOST = "most"  # the largest v is scale * w, and scale > 0
     LEAST = "least"  # the smallest v is scale * w, and scale > 0
     INDEX = "index"  # as ROWS, if replica r adds r * scale to the `columns` of the last axis
@@ -51,7 +53,7 @@ class Kind(enum.Enum):
     OTHER = "other"  # not known to relate; see `cause`
 
 
-ALONG_AXIS = (Kind.ROWS, Kind.INDEX, Kind.SPREAD)
+ALONG_AXIS = (Kind.ROWS, Kind.INDEX, Kind.SPREAD, Kind.ADDED)
 _NEVER_ZERO = (Kind.INDEX, Kind.NUMBER, Kind.TOTAL)  # which zeros do not have
 EXTREMES = {"max": Kind.MOST, "min": Kind.LEAST}
 
@@ -127,7 +129,7 @@ class Relation(NamedTuple):
         """Whether the replicas have another value than one device, unless terms cancel."""
         if self.kind is Kind.OTHER:
             return self.cause is None or self.cause.why not in _UNDECIDED
-        return self.kind is Kind.SAME and self.scale != 1
+        return self.kind is Kind.ADDED or (self.kind is Kind.SAME and self.scale != 1)
 
     def by(self, factor: Fraction, cause: Cause | None = None) -> "Relation":
         """Returns the relation of a multiple; `cause` is blamed for a new factor."""
@@ -353,7 +355,11 @@ def _of_numbers(a: np.ndarray, b: np.ndarray) -> Relation | None:
         return SAME._replace(scale=Fraction(int(a), int(b)))
     factor = Fraction(ratio).limit_denominator(_LARGEST_DENOMINATOR)
     rounding = 4 * float(jnp.finfo(a.dtype).eps)
-    return SAME._replace(scale=factor) if abs(ratio - factor) <= rounding * abs(ratio) else None
+    are_counts = float(a).is_integer() and float(b).is_integer()
+    # Of an irrational number, such as a root, some fraction with large terms is close.
+    is_small = factor.numerator * factor.denominator <= max(_SMALL, 0.01 / rounding)
+    is_close = abs(ratio - factor) <= rounding * abs(ratio)
+    return SAME._replace(scale=factor) if is_close and (are_counts or is_small) else None
 
 
 def _are_equal(a: Any, b: Any) -> bool:
@@ -473,6 +479,9 @@ def _of_rounds(pair: Pair, found: Relation, operands: list[Relation]) -> Relatio
         return found._replace(pieces=outermost(varying))
     if found.kind is Kind.PART and [x.pieces for x in operands] == [UNIFORM]:
         return SAME.by(found.scale / pair.num_replicas)  # a sum of equal rows
+    if found.cause is not None and found.cause.why is Why.ROWS and operands[0].pieces == UNIFORM:
+        is_row = pair.name in ("slice", "dynamic_slice") and pair.has_equal_params()
+        return SAME.by(operands[0].scale) if is_row else pair.other(Why.UNKNOWN)
     if found.kind is not Kind.ROWS or varying or is_collected:
         return found
     along = [(x, a) for x, a in zip(operands, pair.eqn.invars, strict=True) if x.kind is Kind.ROWS]
