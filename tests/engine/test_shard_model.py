@@ -399,6 +399,17 @@ def test_loops_add_up_what_they_do_without_slices(name):
     assert_close(*found, 0)
 
 
+@rows("shard", ["optimizer", "model"])
+def test_scalars_whose_bits_become_an_array_are_not_sliced(shard):
+    def step(state, x):
+        return state ^ lax.bitcast_convert_type(mirror.all_reduce("sum", x[0]), jnp.uint8)
+
+    strategy = cpu_strategy(N, shard=shard)
+    (x,) = strategy.distribute_dataset([np.arange(N, dtype=np.float32)])
+    found = strategy.run(step, (jnp.arange(4, dtype=jnp.uint8), x), donate_argnums=0)
+    np.testing.assert_array_equal(found, np.arange(4) ^ np.float32([6]).view(np.uint8))
+
+
 HLO = {"all-gather", "reduce-scatter", "all-reduce"}
 
 
