@@ -228,9 +228,19 @@ def test_complex_constants_are_summed(strategy):
         ones = jnp.ones(3, jnp.complex64)
         looped = lax.fori_loop(0, 2, lambda _, c: c + lax.psum(ones, AXIS), 0 * ones)
         reduced = mirror.all_reduce("mean", {"two": 2 * ones, "zeros": jnp.zeros((2, 4), "c8")})
-        return lax.psum(1j * ones, AXIS), looped, reduced
+        table = jnp.broadcast_to(1j * jnp.arange(8), (3, 8)).astype("c8")
+        scattered = [
+            lax.psum_scatter(4 * ones[:1].repeat(4), AXIS),
+            lax.psum_scatter(table, AXIS, scatter_dimension=1, tiled=True),
+            lax.psum_scatter(table[:, :2], AXIS, scatter_dimension=1, axis_index_groups=PAIRS),
+        ]
+        return lax.psum(1j * ones, AXIS), looped, reduced, scattered
 
-    total, looped, reduced = strategy.run(step, (np.float32(0),))
+    total, looped, reduced, scattered = strategy.run(step, (np.float32(0),))
+    for i, (one, tiled, in_pairs) in enumerate(zip(*(x.values for x in scattered), strict=True)):
+        np.testing.assert_array_equal(one, 4 * N)
+        np.testing.assert_array_equal(tiled, [[8j * i, 8j * i + 4j]] * 3)
+        np.testing.assert_array_equal(in_pairs, [2j * (i % 2)] * 3)
     np.testing.assert_array_equal(total, [N * 1j] * 3)
     np.testing.assert_array_equal(looped, [2 * N] * 3)
     np.testing.assert_array_equal(reduced["two"], [2] * 3)

@@ -73,7 +73,7 @@ def canonical(value: Array) -> Array:
 
 
 def sum_of_parts(add_up: Callable[[Array], Array], value: Array) -> Array:
-    """Returns a sum over devices, of complex numbers as pairs of floats.
+    """Returns a sum over devices, of complex numbers as pairs of floats on another, last axis.
 
     XLA ends the process for the sum of a complex constant, such as the gradient of what a loss does
     not read: `Check failed: buffer != nullptr` (JAX 0.10.2 and 0.12.0.1).
@@ -239,7 +239,8 @@ class CollectiveRules(Formulas):
             return {**reduces, **scatters}
         if self._axis is not None:
             extremes: Rules = dict.fromkeys(("pmax", "pmin"), self._find_extreme)
-            rules: Rules = {"psum": _find_complex_sum, "all_gather": _find_empty, **extremes}
+            sums: Rules = dict.fromkeys(("psum", "reduce_scatter"), _find_complex_sum)
+            rules: Rules = {**sums, "all_gather": _find_empty, **extremes}
             # They become all-reduces, of which every replica keeps its part. The reduce-scatter of
             # gloo returns wrong values for large arrays from time to time (jax#40830; JAX 0.10 to
             # 0.12.0.1).
@@ -295,7 +296,7 @@ class CollectiveRules(Formulas):
             return self._reduced(eqn, primitive, self._gather(value))
         if self._axis is not None:
             if primitive == "psum":
-                return jax.lax.psum(value, self._axis)
+                return sum_of_parts(lambda x: jax.lax.psum(x, self._axis), value)
             return reduce_extreme(primitive, value, self._axis)
         return value if primitive == "psum" else positive_zero(value)
 
