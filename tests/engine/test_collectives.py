@@ -130,6 +130,25 @@ def test_collectives_match_numpy(strategy, wrap):
         check(found[name], wanted(values), name)
 
 
+@rows("strategy", STRATEGIES)
+def test_keys_move_as_numbers_do(strategy):
+    def of_keys(move):
+        keys_of = lambda x: jax.random.wrap_key_data(jnp.stack([x, x], -1))  # noqa: E731
+        return lambda x: jax.random.key_data(move(keys_of(x)))[..., 0]
+
+    kinds = ("all_gather", "all_to_all", "ring", "part")
+    moves = {name: form for name, form in FORMS.items() if name.startswith(kinds)}
+    values = numbers(np.uint32)
+    found = run_all(
+        strategy, {k: (of_keys(v), None) for k, (v, _) in moves.items()}, PerReplica(values)
+    )
+    for name, (_, wanted) in moves.items():
+        check(found[name], wanted(values), name)
+    gather = of_keys(lambda key: lax.all_gather(key, AXIS))
+    scalars = strategy.run(lambda x: gather(x[0, 0]), (PerReplica(values),))
+    np.testing.assert_array_equal(scalars, [value[0, 0] for value in values])
+
+
 @pytest.mark.slow
 @rows("dtype", [np.int8, np.int32, ml_dtypes.bfloat16, np.complex64])
 @rows("strategy", STRATEGIES)
