@@ -332,3 +332,29 @@ def test_replica_keys_support_every_implementation(strategy):
 
     for found in strategy.run(step, (PerReplica([np.float32(i) for i in range(N)]),)):
         assert len(np.unique(np.asarray(found), axis=0)) == N
+
+
+def test_collectives_of_64_bits_in_a_step_keep_their_bits():
+    def step(x):
+        with jax.enable_x64(True):
+            wide = x.astype(jnp.float64) + 123456784
+            both = wide, -wide.astype(jnp.int64)
+            exact = [reduce(both, AXIS) for reduce in (lax.psum, lax.pmax, lax.pmin)]
+            scattered = lax.psum_scatter(wide * 1j, AXIS, tiled=True).imag
+            pairs = lax.pmax(wide, AXIS, axis_index_groups=PAIRS)
+            found = [*jax.tree.leaves(exact), scattered, pairs, lax.all_gather(wide[:0], AXIS)]
+            return [(value - 123456700).astype(jnp.float32) for value in found]
+
+    rows = [np.arange(4, dtype=np.float32) + 4 * i for i in range(N)]
+    found = strategies.cpu_strategy(N).run(step, (PerReplica(rows),))
+    # float64 and int64 of the sum, maximum and minimum
+    wide = np.stack(rows).astype(np.float64) + 123456784
+    both = [getattr(y, op)(0) for op in ("sum", "max", "min") for y in (wide, -wide)]
+    for got, right in zip(found, both, strict=False):
+        np.testing.assert_array_equal(got, (right - 123456700).astype(np.float32))
+    for i in range(N):
+        total = wide.sum(0)[i : i + 1] - 123456700
+        np.testing.assert_array_equal(found[6].values[i], total.astype(np.float32))
+        pair = wide[members(i)].max(0) - 123456700
+        np.testing.assert_array_equal(found[7].values[i], pair.astype(np.float32))
+    assert found[8].shape == (N, 0)
