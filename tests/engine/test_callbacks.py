@@ -88,6 +88,23 @@ def check_run_reraises_callback_errors(strategy, kind, place):
     )
 
 
+@rows("place", ["top", "jit", "scan"])
+@rows("strategy", STRATEGIES)
+def test_each_replica_calls_without_operands_of_its_own(strategy, place):
+    tickets = itertools.count()
+
+    def step(x):
+        take = lambda y: jax.experimental.io_callback(  # noqa: E731
+            lambda y: y + np.float32(next(tickets)), OF_FLOAT, y
+        )
+        return x * 0 + PLACES[place](take, jnp.float32(0))
+
+    found = [float(value) for value in strategy.run(step, (numbers(strategy, 0),)).values]
+    n = strategy.num_replicas_in_sync
+    assert next(tickets) == (2 * n if place == "scan" else n)
+    assert len({*found}) == n
+
+
 @rows("strategy", STRATEGIES)
 def test_failed_callback_leaves_state_unchanged(strategy):
     class Model(nnx.Module):

@@ -130,6 +130,25 @@ def test_collectives_match_numpy(strategy, wrap):
         check(found[name], wanted(values), name)
 
 
+@rows("strategy", STRATEGIES)
+def test_keys_move_as_numbers_do(strategy):
+    def of_keys(move):
+        keys_of = lambda x: jax.random.wrap_key_data(jnp.stack([x, x], -1))  # noqa: E731
+        return lambda x: jax.random.key_data(move(keys_of(x)))[..., 0]
+
+    kinds = ("all_gather", "all_to_all", "ring", "part")
+    moves = {name: form for name, form in FORMS.items() if name.startswith(kinds)}
+    values = numbers(np.uint32)
+    found = run_all(
+        strategy, {k: (of_keys(v), None) for k, (v, _) in moves.items()}, PerReplica(values)
+    )
+    for name, (_, wanted) in moves.items():
+        check(found[name], wanted(values), name)
+    gather = of_keys(lambda key: lax.all_gather(key, AXIS))
+    scalars = strategy.run(lambda x: gather(x[0, 0]), (PerReplica(values),))
+    np.testing.assert_array_equal(scalars, [value[0, 0] for value in values])
+
+
 @pytest.mark.slow
 @rows("dtype", [np.int8, np.int32, ml_dtypes.bfloat16, np.complex64])
 @rows("strategy", STRATEGIES)
@@ -228,9 +247,19 @@ def test_complex_constants_are_summed(strategy):
         ones = jnp.ones(3, jnp.complex64)
         looped = lax.fori_loop(0, 2, lambda _, c: c + lax.psum(ones, AXIS), 0 * ones)
         reduced = mirror.all_reduce("mean", {"two": 2 * ones, "zeros": jnp.zeros((2, 4), "c8")})
-        return lax.psum(1j * ones, AXIS), looped, reduced
+        table = jnp.broadcast_to(1j * jnp.arange(8), (3, 8)).astype("c8")
+        scattered = [
+            lax.psum_scatter(4 * ones[:1].repeat(4), AXIS),
+            lax.psum_scatter(table, AXIS, scatter_dimension=1, tiled=True),
+            lax.psum_scatter(table[:, :2], AXIS, scatter_dimension=1, axis_index_groups=PAIRS),
+        ]
+        return lax.psum(1j * ones, AXIS), looped, reduced, scattered
 
-    total, looped, reduced = strategy.run(step, (np.float32(0),))
+    total, looped, reduced, scattered = strategy.run(step, (np.float32(0),))
+    for i, (one, tiled, in_pairs) in enumerate(zip(*(x.values for x in scattered), strict=True)):
+        np.testing.assert_array_equal(one, 4 * N)
+        np.testing.assert_array_equal(tiled, [[8j * i, 8j * i + 4j]] * 3)
+        np.testing.assert_array_equal(in_pairs, [2j * (i % 2)] * 3)
     np.testing.assert_array_equal(total, [N * 1j] * 3)
     np.testing.assert_array_equal(looped, [2 * N] * 3)
     np.testing.assert_array_equal(reduced["two"], [2] * 3)
@@ -303,3 +332,29 @@ def test_replica_keys_support_every_implementation(strategy):
 
     for found in strategy.run(step, (PerReplica([np.float32(i) for i in range(N)]),)):
         assert len(np.unique(np.asarray(found), axis=0)) == N
+
+
+def test_collectives_of_64_bits_in_a_step_keep_their_bits():
+    def step(x):
+        with jax.enable_x64(True):
+            wide = x.astype(jnp.float64) + 123456784
+            both = wide, -wide.astype(jnp.int64)
+            exact = [reduce(both, AXIS) for reduce in (lax.psum, lax.pmax, lax.pmin)]
+            scattered = lax.psum_scatter(wide * 1j, AXIS, tiled=True).imag
+            pairs = lax.pmax(wide, AXIS, axis_index_groups=PAIRS)
+            found = [*jax.tree.leaves(exact), scattered, pairs, lax.all_gather(wide[:0], AXIS)]
+            return [(value - 123456700).astype(jnp.float32) for value in found]
+
+    rows = [np.arange(4, dtype=np.float32) + 4 * i for i in range(N)]
+    found = strategies.cpu_strategy(N).run(step, (PerReplica(rows),))
+    # float64 and int64 of the sum, maximum and minimum
+    wide = np.stack(rows).astype(np.float64) + 123456784
+    both = [getattr(y, op)(0) for op in ("sum", "max", "min") for y in (wide, -wide)]
+    for got, right in zip(found, both, strict=False):
+        np.testing.assert_array_equal(got, (right - 123456700).astype(np.float32))
+    for i in range(N):
+        total = wide.sum(0)[i : i + 1] - 123456700
+        np.testing.assert_array_equal(found[6].values[i], total.astype(np.float32))
+        pair = wide[members(i)].max(0) - 123456700
+        np.testing.assert_array_equal(found[7].values[i], pair.astype(np.float32))
+    assert found[8].shape == (N, 0)

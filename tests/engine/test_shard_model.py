@@ -366,6 +366,50 @@ def test_sums_carried_by_a_loop_are_slices():
     assert [row.loop for row in gathers.collectives if row.kind == "all-gather"] == [""]
 
 
+ONES = np.ones((D, D), np.float32)
+BODIES = {
+    "carry before the addition": lambda total, last, row: ((total + row * ONES, total), None),
+    "stacked before the addition": lambda total, last, row: ((total + row * ONES, last), total),
+    "carry after the addition": lambda total, last, row: (
+        (total + row * ONES, total + row * ONES),
+        None,
+    ),
+    "swapped carries": lambda total, last, row: ((last + row * ONES, total), None),
+    "carry added to itself": lambda total, last, row: ((total + total, last + row), None),
+    "scalar": lambda total, last, row: ((total + row, row + last), None),
+    "axis of size 1": lambda total, last, row: ((total + row * ONES[:1], last), None),
+    "constant": lambda total, last, row: ((total + 1, last), None),
+}
+
+
+@rows("name", list(BODIES))
+def test_loops_add_up_what_they_do_without_slices(name):
+    @mirror.per_replica_on_purpose
+    def step(w, x):
+        scan = lambda carry, row: BODIES[name](*carry, row)  # noqa: E731
+        (total, last), stack = lax.scan(scan, (0 * w, 0 * w + 1), x)
+        means = mirror.all_reduce("mean", (total, last, jax.tree.map(lambda x: x.sum(0), stack)))
+        return w - means[0] + 0.5 * means[1], means[2]
+
+    found = []
+    for shard in ("none", "model"):
+        strategy = cpu_strategy(N, shard=shard)
+        (x,) = strategy.distribute_dataset([np.arange(12, dtype=np.float32)])
+        found.append(strategy.run(step, (jnp.ones((D, D)), x), donate_argnums=0))
+    assert_close(*found, 0)
+
+
+@rows("shard", ["optimizer", "model"])
+def test_scalars_whose_bits_become_an_array_are_not_sliced(shard):
+    def step(state, x):
+        return state ^ lax.bitcast_convert_type(mirror.all_reduce("sum", x[0]), jnp.uint8)
+
+    strategy = cpu_strategy(N, shard=shard)
+    (x,) = strategy.distribute_dataset([np.arange(N, dtype=np.float32)])
+    found = strategy.run(step, (jnp.arange(4, dtype=jnp.uint8), x), donate_argnums=0)
+    np.testing.assert_array_equal(found, np.arange(4) ^ np.float32([6]).view(np.uint8))
+
+
 HLO = {"all-gather", "reduce-scatter", "all-reduce"}
 
 

@@ -266,7 +266,14 @@ def stacks_keys(x):
     return jax.lax.scan(body, x, None, 2)[0]
 
 
+def loops_over_64_bits(x):
+    with jax.enable_x64(True):
+        wide = x.astype(jnp.float64)
+        return jax.lax.fori_loop(0, 2, lambda i, c: c + psum(x[0] * i), wide.sum())
+
+
 UNSTAGEABLE = {
+    loops_over_64_bits: "jax_enable_x64",
     ref_across: "Ref",
     stacks_keys: "PRNG",
 }

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from mirror._src.base.types import Array
+from mirror._src.base.types import Array, keys_like
 from mirror._src.cluster.store import is_initialized
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.jaxprs.collective_eqns import (
@@ -73,7 +73,7 @@ def canonical(value: Array) -> Array:
 
 
 def sum_of_parts(add_up: Callable[[Array], Array], value: Array) -> Array:
-    """Returns a sum over devices, of complex numbers as pairs of floats.
+    """Returns a sum over devices, of complex numbers as pairs of floats on another, last axis.
 
     XLA ends the process for the sum of a complex constant, such as the gradient of what a loss does
     not read: `Check failed: buffer != nullptr` (JAX 0.10.2 and 0.12.0.1).
@@ -102,9 +102,12 @@ def _find_complex_sum(eqn: JaxprEqn) -> Rule | None:
     return lambda eqn, values: [sum_of_parts(lambda x: bind(eqn, [x])[0], y) for y in values]
 
 
-def _find_empty(eqn: JaxprEqn) -> Rule | None:
-    """Returns the rule for a gather of empty arrays, which XLA rejects."""
+def _find_gather(eqn: JaxprEqn) -> Rule | None:
+    """Returns the rule for a gather of keys, which JAX cannot lower, or of no elements, as XLA."""
     aval: Any = eqn.outvars[0].aval
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        bits = jax.random.key_data
+        return lambda eqn, keys: [keys_like(bind(eqn, [bits(x)])[0], x) for x in keys]
     return None if aval.size else lambda *_: [jnp.zeros(aval.shape, aval.dtype)]
 
 
@@ -239,7 +242,8 @@ class CollectiveRules(Formulas):
             return {**reduces, **scatters}
         if self._axis is not None:
             extremes: Rules = dict.fromkeys(("pmax", "pmin"), self._find_extreme)
-            rules: Rules = {"psum": _find_complex_sum, "all_gather": _find_empty, **extremes}
+            sums: Rules = dict.fromkeys(("psum", "reduce_scatter"), _find_complex_sum)
+            rules: Rules = {**sums, "all_gather": _find_gather, **extremes}
             # They become all-reduces, of which every replica keeps its part. The reduce-scatter of
             # gloo returns wrong values for large arrays from time to time (jax#40830; JAX 0.10 to
             # 0.12.0.1).
@@ -279,8 +283,7 @@ class CollectiveRules(Formulas):
 
     def _gathered(self, value: Array) -> Array:
         if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            bits = self._gathered(jax.random.key_data(value))
-            return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(value))
+            return keys_like(self._gathered(jax.random.key_data(value)), value)
         values = value[None]
         if self._axis is None:
             return values
@@ -295,7 +298,7 @@ class CollectiveRules(Formulas):
             return self._reduced(eqn, primitive, self._gather(value))
         if self._axis is not None:
             if primitive == "psum":
-                return jax.lax.psum(value, self._axis)
+                return sum_of_parts(lambda x: jax.lax.psum(x, self._axis), value)
             return reduce_extreme(primitive, value, self._axis)
         return value if primitive == "psum" else positive_zero(value)
 

@@ -63,6 +63,15 @@ def bind(eqn: JaxprEqn, arguments: Sequence[Any], /, **changed: Any) -> list[Any
     return outputs if eqn.primitive.multiple_results else [outputs]
 
 
+def _wide_if_wide(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+    """Context manager that permits 64 bits if an operand has them: the user has enabled them."""
+    is_wide = any(str(getattr(atom.aval, "dtype", "")) in _WIDE for atom in eqn.invars)
+    return jax.enable_x64(True) if is_wide else contextlib.nullcontext()
+
+
+_WIDE = frozenset({"complex128", "float64", "int64", "uint64"})
+
+
 def at_line_of(eqn: JaxprEqn) -> Any:
     """Context manager that gives operations the user's line and name scopes of this one."""
     info = eqn.source_info
@@ -155,7 +164,8 @@ class Lowering(Evaluation):
         replacement = self._replacement(eqn)
         with at_line_of(eqn):
             if replacement is not None:
-                return list(replacement(eqn, arguments))
+                with _wide_if_wide(eqn):
+                    return list(replacement(eqn, arguments))
             if not self._opens(eqn):
                 with eqn.ctx.manager:
                     return bind(eqn, arguments)

@@ -341,14 +341,23 @@ def _is_sum(step: Communication) -> TypeGuard[Collective]:
     return isinstance(step, Collective) and step.primitive == "psum" and step.spans_all
 
 
+_ROWS = "rows of a device"
 CALLED_SEQUENTIALLY: Rules = {
-    "pure_callback": lambda eqn: None if eqn.params["vmap_method"] else _call_sequentially
+    "pure_callback": lambda eqn: None if eqn.params["vmap_method"] else _call_sequentially,
+    "io_callback": lambda _: _call_for_each,
 }
 """Each replica calls its function separately, as with one replica per device."""
 
 
 def _call_sequentially(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
     return bind(eqn, arguments, vmap_method="sequential")
+
+
+def _call_for_each(eqn: JaxprEqn, arguments: list[Any]) -> list[Any]:
+    """Adds an operand that differs between replicas: without any, `jax.vmap` calls only once."""
+    callback = eqn.params["callback"]
+    row = jax.lax.axis_index(_ROWS)
+    return bind(eqn, [row, *arguments], callback=lambda _, *values: callback(*values))
 
 
 def vectorized(fn: Callable[..., Any], rules: Rules) -> Callable[..., Any]:
@@ -404,7 +413,7 @@ class Vectorized(OnDevice):
         del kept
         ids = self._first + jnp.arange(self._per_device, dtype=jnp.int32)
         run = lambda i, mine: one(dict(zip(rows, mine, strict=True)).__getitem__, i)  # noqa: E731
-        return jax.vmap(run)(ids, list(rows.values()))
+        return jax.vmap(run, axis_name=_ROWS)(ids, list(rows.values()))
 
     def computed(
         self, steps: list[Computation], values: Values, needed: set[Value], sums: list[Collective]

@@ -74,10 +74,16 @@ def add(left: Array, right: Array) -> Array:
 
 def _rounded(total: Array) -> Array:
     """Rounds to the dtype: XLA keeps sums of small floats in float32 until they are stored."""
-    if jnp.issubdtype(total.dtype, jnp.floating) and total.dtype.itemsize < 4:
-        info = jnp.finfo(total.dtype)
+    if not jnp.issubdtype(total.dtype, jnp.floating) or total.dtype.itemsize >= 4:
+        return total
+    info = jnp.finfo(total.dtype)
+    if info.bits == 16:
         return jax.lax.reduce_precision(total, info.nexp, info.nmant)
-    return total
+    if info.bits < 8:  # which XLA:CPU rounds, and cannot cast to bits (JAX 0.10.2 and 0.12.0.1)
+        return total
+    # XLA removes a cast to bits and back, but does not know that this adds none.
+    bits = jax.lax.bitcast_convert_type(total, jnp.uint8)
+    return jax.lax.bitcast_convert_type(bits | jax.lax.population_count(bits) >> 7, total.dtype)
 
 
 def _total_of(node: Node, num: int, known: Callable[[Node], Array | None]) -> Array:

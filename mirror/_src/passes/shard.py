@@ -122,7 +122,8 @@ class _Search:
         if operation.name == "broadcast_in_dim":
             return operation.inputs[0].aval.shape == ()
         shapes = {atom.aval.shape for atom in operation.inputs}
-        return operation.name in ELEMENTWISE and shapes <= {(), tuple(output.aval.shape)}
+        # A bitcast of a scalar may have a shape.
+        return operation.name in ELEMENTWISE and shapes | {()} == {(), tuple(output.aval.shape)}
 
     def _whole_readers(self, operation: Operation, region: set[Operation]) -> list[Operation]:
         """Returns the readers that need a result of the operation whole."""

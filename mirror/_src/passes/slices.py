@@ -423,8 +423,9 @@ class _Loop:
             return None
         (operation,) = readers[value]
         is_sum = operation.name in ADDITION and operation.name != "sub"
-        is_read = bool(readers[new]) or self.flat.outputs.count(new) > 1  # type: ignore[index]
-        return operation if is_sum and not is_read else None
+        outputs, shapes = self.flat.outputs, {atom.aval.shape for atom in operation.inputs}
+        is_read = readers[new] or value in outputs or outputs.count(new) > 1  # type: ignore[index]
+        return operation if is_sum and not is_read and shapes == {value.aval.shape} else None
 
     def body(self) -> Program:
         """Returns the body, rewritten."""

@@ -41,7 +41,7 @@ from mirror._src.jaxprs.equations import (
     user_line,
     with_inner,
 )
-from mirror._src.jaxprs.primitives import PRIMITIVES
+from mirror._src.jaxprs.primitives import PRIMITIVES, dtype_of
 from mirror._src.jaxprs.trace import struct_of, trace
 from mirror._src.passes.evaluate import Evaluation, Lowering, Rule, Rules, round_of
 from mirror._src.passes.pack import join, split
@@ -183,6 +183,8 @@ class _Builder:
         rule = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}.get(name)
         if rule is None:
             raise NotImplementedError(_message(eqn, f"`{name}` contains a collective"))
+        for atom in (*eqn.invars, *eqn.outvars):  # the loop is traced again
+            _require_on_host(eqn, dtype_of(atom))
         return rule(eqn, inputs)
 
     def computation(self, eqn: JaxprEqn, inputs: list[Atom]) -> list[Value]:
