@@ -78,19 +78,19 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(1110, 14, 13),
-    "devices": Size(2042, 17, 26),
+    "base": Size(1115, 14, 13),
+    "devices": Size(2052, 17, 26),
     "cluster": Size(1173, 7, 20),
-    "jaxprs": Size(3249, 16, 30),
-    "passes": Size(2679, 16, 33),
-    "engine": Size(5248, 31, 64),
-    "inspection": Size(2074, 9, 22),
+    "jaxprs": Size(3317, 16, 30),
+    "passes": Size(2706, 16, 33),
+    "engine": Size(5312, 31, 64),
+    "inspection": Size(2173, 10, 24),
     "data": Size(1400, 10, 25),
     "keras": Size(500, 5, 5),
     "strategy": Size(948, 6, 9),
-    "training": Size(5919, 32, 64),
+    "training": Size(5964, 32, 64),
     "ps": Size(3603, 20, 67),
-    "tools": Size(2930, 24, 27),
+    "tools": Size(2947, 24, 27),
 }
 
 
