@@ -2099,7 +2099,7 @@ _OF_PARAMETER_SERVERS = (
     Fault(
         "a permutation that is called different",
         "mirror/_src/jaxprs/relation_rules.py",
-        "if name in _SORTS:  # a permutation may be without effect",
+        "if name in _SORTS or (is_extreme and name in _COMPARING):",
         "if False:",
         ("tests/jaxprs/test_relate.py",),
         likely="may_differ",
@@ -2123,7 +2123,7 @@ _OF_PARAMETER_SERVERS = (
     Fault(
         "a merge of variances that is called different",
         "mirror/_src/inspection/equality.py",
-        "if i in merged and relations[k].is_different:",
+        "if i in merged and not relations[k].is_equal:",
         "if False:",
         ("tests/inspection/test_equality.py",),
         likely="merged_otherwise",
