@@ -590,7 +590,7 @@ class RowCheck:
             if known == key:
                 return result
         result = find()
-        self._known = [*self._known[-7:], (key, result)]
+        self._known = [*self._known[-31:], (key, result)]
         return result
 
     def _exact(self, padded: PaddedBatch, index: int, size: int) -> PaddedBatch:
