@@ -88,7 +88,7 @@ BUDGETS = {
     "data": Size(1400, 10, 25),
     "keras": Size(500, 5, 5),
     "strategy": Size(948, 6, 9),
-    "training": Size(5964, 32, 64),
+    "training": Size(5968, 32, 64),
     "ps": Size(3603, 20, 67),
     "tools": Size(2947, 24, 27),
 }

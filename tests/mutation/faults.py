@@ -1305,7 +1305,7 @@ _OF_WHOLE_BATCHES = (
     Fault(
         "losses whose numbers of rows count the padding",
         f"{_TRAINING}/row_check.py",
-        "unsure = unknown or self._numbers_of_rows(step, model, padded)",
+        "unsure = unknown or self.numbers_of_rows(step, model, padded)",
         "unsure = unknown",
         ("tests/training/test_hidden_padding.py",),
         likely="change_the_result",

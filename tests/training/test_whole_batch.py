@@ -171,6 +171,24 @@ def test_gradients_of_means_inside_a_loss_are_a_warning(name):
     assert first_warnings(OF_ROW_COUNT[name], require_equal=False) == []
 
 
+BY_ROW_NUMBER = {
+    "temperature": lambda m, b: losses(m, b) / np.sqrt(len(b["x"])),
+    "penalty": lambda m, b: losses(m, b) + len(b["x"]) / 64 * (m.kernel[...] ** 2).sum(),
+}
+
+
+@rows("name", list(BY_ROW_NUMBER))
+def test_losses_that_compute_with_a_number_of_rows_are_a_warning(name):
+    loss_fn = BY_ROW_NUMBER[name]
+    for options in ({}, {"steps_per_execution": 2}):
+        (message,) = first_warnings(loss_fn, **options)
+        fix = ['mirror.all_reduce("sum", mask.sum())', "require_equal=False"]
+        assert_message(message, names="test_whole_batch.py", fix=fix)
+    (message,) = first_warnings(loss_fn, devices=1, accumulate_steps=2)
+    assert_message(message, values="2 pieces", fix="require_equal=False")
+    assert first_warnings(loss_fn, require_equal=False) == []
+
+
 @rows("name", ["moved", *OF_ROW_COUNT])
 def test_gradients_of_means_inside_a_loss_are_a_warning_with_pieces(name):
     loss_fn = {"moved": moved_by(lambda g: 3 * g), **OF_ROW_COUNT}[name]

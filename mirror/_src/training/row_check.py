@@ -149,13 +149,13 @@ class RowCheck:
         sizes = padded.sizes or (padded.num_examples,)
         indices = range(padded.first, padded.first + padded.num_batches)
         counts = n * num_pieces == 1 and self._counts_rows(step, model, padded)
-        if counts or (n * num_pieces == 1 and self._numbers_of_rows(step, model, padded)):
+        if counts or (n * num_pieces == 1 and self.numbers_of_rows(step, model, padded)):
             return [self._exact(padded, i, sizes[i]) for i in indices]
         mixing = self._mixing(step, model, padded, only_rows=not changes_state)
         is_sum = any(not place.is_statistics for place in mixing.mixed)
         unknown = tuple(place for place in mixing.unknown if is_sum or not place.counts_padding)
         if not mixing.padded:
-            unsure = unknown or self._numbers_of_rows(step, model, padded)
+            unsure = unknown or self.numbers_of_rows(step, model, padded)
             unsure = unsure or tuple(x for x in mixing.mixed if not x.is_statistics)
             has_padding = bool(unsure) and self._has_padding(step, model, padded)
             mixing = mixing._replace(padded=unsure if has_padding else ())
@@ -225,7 +225,9 @@ class RowCheck:
             eqns = equations(self._program(step, model, padded)[0].jaxpr)
             is_random = any(eqn.primitive.name in SAMPLER for eqn in eqns)
             is_together = any(map(is_collective, eqns))
-            is_known = not (places or self._counts_rows(step, model, padded))
+            counts = self._counts_rows(step, model, padded)
+            sizes = () if counts else self.numbers_of_rows(step, model, padded)
+            is_known = not (places or sizes or counts)
             if is_known or is_random or (is_together and self._strategy._spans_processes):
                 return
             batch, mask = self._first_rows(padded, None if is_together else _MOST_REPLICAS)
@@ -242,6 +244,9 @@ class RowCheck:
         if places:
             why = f"{name} looks across the examples of each replica at {_lines(places)}"
             fix = "Look across all: mirror.all_gather(x)"
+        elif sizes:
+            why = f"{name} computes with the number of rows of a replica at {_lines(sizes)}"
+            fix = f'Use their number: mirror.all_reduce("sum", mask.sum()), with {_MASK}'
         for x, y in zip(whole, alone, strict=True):
             if _differ(x, y):
                 self._warn(
@@ -262,7 +267,8 @@ class RowCheck:
             eqns = equations(self._program(step, model, padded)[0].jaxpr)
             is_random = any(eqn.primitive.name in SAMPLER for eqn in eqns)
             is_known = is_random or any(map(is_collective, eqns))
-            if is_known or not self._counts_rows(step, model, padded):
+            counts = self._counts_rows(step, model, padded)
+            if is_known or not (counts or self.numbers_of_rows(step, model, padded)):
                 return
             (evaluated,) = copy_of([model])
             evaluated.eval()
@@ -310,27 +316,21 @@ class RowCheck:
         may_run_again &= not self._strategy._spans_processes
         return may_run_again and self._once((program, "numbers"), differs)
 
-    def _numbers_of_rows(self, step: Step, model: Any, padded: PaddedBatch) -> tuple[Place, ...]:
+    def numbers_of_rows(self, step: Step, model: Any, padded: PaddedBatch) -> tuple[Place, ...]:
         """Returns the lines at which a number differs with the number of rows."""
-        call, traced, axis = self._call(step, model, padded)
-        function, single = traced.function, self._strategy._single_runner()
-        first_argument = len(function.avals) - len(call.layout.dynamic)
-
-        def with_rows(count: int) -> ClosedJaxpr:
-            def resized(i: int, aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-                if i < first_argument or not function.per_replica[i]:
-                    return aval
-                return aval.update(shape=(*aval.shape[:axis], count, *aval.shape[axis + 1 :]))
-
-            types = tuple(resized(i, aval) for i, aval in enumerate(function.avals))
-            return single.traced_as(call, types).jaxpr
+        call, traced, axis, are_rows = self._call(step, model, padded)
+        count = 3 if _shape(padded)[-1] == 4 else 4
 
         def differing() -> tuple[Place, ...]:
+            types = tuple(
+                x.update(shape=(*x.shape[:axis], count, *x.shape[axis + 1 :])) if is_row else x
+                for x, is_row in zip(traced.function.avals, are_rows, strict=True)
+            )
             try:
-                few, more = with_rows(3), with_rows(4)
+                other = self._strategy._runner.traced_as(call, types).jaxpr
             except Exception:  # of a loss that requires other numbers of rows
                 return ()
-            pairs = zip(equations(few.jaxpr), equations(more.jaxpr), strict=False)
+            pairs = zip(equations(traced.jaxpr.jaxpr), equations(other.jaxpr), strict=False)
             eqns = [x for x, y in pairs if _numbers(x) != _numbers(y)]
             return tuple({Place(user_line(eqn), counts_padding=True) for eqn in eqns})
 
@@ -564,25 +564,24 @@ class RowCheck:
         self, step: Step, model: Any, padded: PaddedBatch
     ) -> tuple[ClosedJaxpr, Rows, Callable[[Rows], list[Rows]], list[Rows]]:
         """Returns a step's program, the facts about the mask, what finds all facts, and inputs'."""
-        call, traced, axis = self._call(step, model, padded)
-        program, own = traced.jaxpr, traced.function.per_replica
-        avals: list[Any] = [var.aval for var in program.jaxpr.invars]
-        size = avals[-1].shape[axis]
-        first_argument = len(own) - len(call.layout.dynamic)
-        inputs = [
-            row(size, axis=axis) if is_own and i >= first_argument else NO_ROWS
-            for i, is_own in enumerate(own)
-        ]
+        _, traced, axis, are_rows = self._call(step, model, padded)
+        program, size = traced.jaxpr, traced.function.avals[-1].shape[axis]
+        inputs = [row(size, axis=axis) if is_row else NO_ROWS for is_row in are_rows]
         n = self._strategy.num_replicas_in_sync
         mask = row(size, axis=axis, is_mask=True)
         return program, mask, lambda mask: find_rows(program, [*inputs[:-1], mask], n), inputs
 
-    def _call(self, step: Step, model: Any, padded: PaddedBatch) -> tuple[Call, TracedStep, int]:
-        """Returns a call of a step, its trace, and the axis of the rows of a replica."""
+    def _call(
+        self, step: Step, model: Any, padded: PaddedBatch
+    ) -> tuple[Call, TracedStep, int, list[bool]]:
+        """Returns a call, its trace, the axis of a replica's rows, and which inputs have it."""
         axis = len(_shape(padded)) - 2
         step = _of_first(step) if axis else step
         arguments = model, padded.batch, padded.mask
-        return *self._strategy._runner.traced(step, arguments, {}), axis
+        call, traced = self._strategy._runner.traced(step, arguments, {})
+        own = traced.function.per_replica
+        first = len(own) - len(call.layout.dynamic)
+        return call, traced, axis, [is_own and i >= first for i, is_own in enumerate(own)]
 
     def _once(self, key: Any, find: Callable[[], Any]) -> Any:
         """Returns what was found before for a program, or finds it."""

@@ -12,7 +12,7 @@ from mirror._src.base.types import PyTree
 from mirror._src.data.padded import PaddedBatch
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
 from mirror._src.engine.replica_context import require_cross_replica
-from mirror._src.inspection.equality import UNSURE, warn_of
+from mirror._src.inspection.equality import warn_of
 from mirror._src.inspection.memory import MemoryReport, memory_report
 from mirror._src.inspection.verify import VerifyReport, exact_products, verify
 from mirror._src.jaxprs.equations import equations
@@ -135,9 +135,9 @@ class LocalSteps:
         self._training.warn_after_trace(step, arguments)
         return sums
 
-    def is_unsure(self, batch: PaddedBatch) -> bool:
-        """Whether it is not known if a step that has run differs from one device."""
-        return UNSURE in self._strategy._runner.warned(self._call(batch)[0])
+    def warned(self, batch: PaddedBatch) -> set[str]:
+        """Returns the kinds of warnings about a step that has run; see `Runner.warned`."""
+        return self._strategy._runner.warned(self._call(batch)[0])
 
     def _require_equal(self, batch: PaddedBatch, proved: set[Any]) -> None:
         """Checks that a step is proved to equal one device, once for batches of these shapes.

@@ -24,6 +24,7 @@ from mirror._src.cluster.start import agreement_secs
 from mirror._src.data.arrays import ArrayDataset
 from mirror._src.data.distribute import DistributedDataset
 from mirror._src.data.padded import PaddedBatch
+from mirror._src.inspection.equality import DIFFERENT, UNSURE
 from mirror._src.inspection.memory import MemoryReport
 from mirror._src.inspection.verify import VerifyReport
 from mirror._src.inspection.watch import watch
@@ -924,11 +925,14 @@ class Trainer(Generic[M]):
         sums = functools.reduce(add_on_host, [self._runner.run(each) for each in batches])
         if not self._has_looked:
             self._has_looked = True
-            is_unsure = isinstance(self._runner, LocalSteps) and self._runner.is_unsure(batches[0])
-            if is_unsure:
-                rows.warn_of_own_rows(self._evaluated_examples, model, batches[0])
+            runner = self._runner
+            warned = runner.warned(batches[0]) if isinstance(runner, LocalSteps) else {DIFFERENT}
+            first = self._evaluated_examples, model, batches[0]
+            is_unsure = UNSURE in warned
+            if is_unsure or (DIFFERENT not in warned and rows.numbers_of_rows(*first)):
+                rows.warn_of_own_rows(*first)
             if is_unsure or self.accumulate_steps > 1:
-                rows.warn_of_row_counts(self._evaluated_examples, model, batches[0])
+                rows.warn_of_row_counts(*first)
         return sums
 
     def _whole_pass(self, data: Iterable[PyTree], **options: Any) -> Iterator[PaddedBatch]:
