@@ -970,8 +970,8 @@ _OF_DEVICES = (
     Fault(
         "a launch too many in flight",
         "mirror/_src/devices/launch.py",
-        "len(_in_flight) >= MOST_IN_FLIGHT",
-        "len(_in_flight) > MOST_IN_FLIGHT",
+        "range(len(_in_flight) - MOST_IN_FLIGHT + 1) if bounded",
+        "range(len(_in_flight) - MOST_IN_FLIGHT) if bounded",
         ("tests/devices/test_launch.py",),
     ),
     Fault(

@@ -106,7 +106,7 @@ def launch(
             eager.bound_eager_work()
             eager.forget_finished()
         with _lock:  # every accelerator must see the launches in the same order
-            while bounded and len(_in_flight) >= MOST_IN_FLIGHT:
+            for _ in range(len(_in_flight) - MOST_IN_FLIGHT + 1) if bounded else ():
                 _await_oldest()
             if record is not None:
                 record.starts()
