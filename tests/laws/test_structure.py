@@ -78,7 +78,7 @@ def test_imports_have_no_cycles():
 
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
-    "base": Size(1115, 14, 13),
+    "base": Size(1117, 14, 13),
     "devices": Size(2052, 17, 26),
     "cluster": Size(1173, 7, 20),
     "jaxprs": Size(3317, 16, 30),
@@ -88,7 +88,7 @@ BUDGETS = {
     "data": Size(1400, 10, 25),
     "keras": Size(500, 5, 5),
     "strategy": Size(948, 6, 9),
-    "training": Size(5968, 32, 64),
+    "training": Size(5970, 32, 64),
     "ps": Size(3603, 20, 67),
     "tools": Size(2947, 24, 27),
 }

@@ -1280,8 +1280,8 @@ _OF_WHOLE_BATCHES = (
     Fault(
         "pieces of a batch as batches",
         f"{_TRAINING}/row_check.py",
-        "        if others:",
-        "        if not others and others:",
+        "        if mixing.across:",
+        "        if not mixing.across and mixing.across:",
         _GENERATOR,
         likely="chosen",
     ),

@@ -45,6 +45,11 @@ def is_long(dtype: Any) -> bool:
     return is_one and dtype not in (np.float64, np.complex128)
 
 
+def needs_64_bits(dtype: Any) -> bool:
+    """Whether JAX, as it is configured, would cut numbers of this dtype to 32 bits."""
+    return is_numeric(dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype
+
+
 def is_half(dtype: Any) -> bool:
     """Whether a dtype is bfloat16, float16 or a smaller float."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4

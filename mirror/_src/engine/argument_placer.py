@@ -11,7 +11,7 @@ from jax.sharding import Sharding
 
 from mirror._src.base.errors import counted, describe
 from mirror._src.base.foreign_arrays import is_plain, to_array
-from mirror._src.base.types import PyTree, is_float0, is_numeric, long_fix
+from mirror._src.base.types import PyTree, is_float0, long_fix, needs_64_bits
 from mirror._src.devices.op_log import placement_log
 from mirror._src.devices.replicas import Kind, ReplicaDevices
 from mirror._src.devices.transfer import (
@@ -363,7 +363,7 @@ def require_canonical(call: Call, leaves: Sequence[Any]) -> None:
     """
     for name, leaf in zip(call.input_names, [*call.state, *leaves], strict=True):
         dtype = leaf.dtype
-        if is_numeric(dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        if needs_64_bits(dtype):
             raise ValueError(
                 f"{name} is {describe(leaf)}, but 64-bit types are disabled in JAX. Convert it "
                 f"with x.astype('{jax.dtypes.canonicalize_dtype(dtype)}'), or enable them: "

@@ -319,7 +319,7 @@ class Runner:
         captured = step.captured(fn) if step.variables else ()
         objects = [*objects, *captured] if captured else objects
         record: Record | None = None
-        state: list[Any] = []  # `list[Any]()` would take as long as ten of these lines
+        state: list[Any] = []  # not `list[Any]()`, which takes 0.3 us
         if objects:
             names = lambda: object_names(fn, tree, objects, captured)  # noqa: E731
             record, state = self._objects.record(objects, names)

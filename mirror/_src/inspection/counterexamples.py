@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from mirror._src.base.types import is_half
 from mirror._src.devices.op_log import unlogged
 from mirror._src.devices.transfer import NoMesh
 from mirror._src.engine.replica_function import TracedStep
@@ -125,7 +126,7 @@ def _differ(a: np.ndarray, b: np.ndarray) -> bool:
     """Whether finite numbers differ by more than rounding."""
     if not jnp.issubdtype(a.dtype, jnp.inexact):
         return not np.array_equal(a, b)
-    if jnp.finfo(a.dtype).bits < 32:  # whose roundings would hide an update
+    if is_half(a.dtype):  # whose roundings would hide an update
         return True
     allowed = _ROUNDINGS * float(jnp.finfo(a.dtype).eps) * np.abs(b).max(initial=0.0)
     return bool((np.abs(a - b) > allowed).any())

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, ja
 from jax.interpreters import mlir
 from jax.sharding import NamedSharding
 
-from mirror._src.base.types import Array
+from mirror._src.base.types import Array, needs_64_bits
 from mirror._src.jaxprs.equations import (
     Scan,
     While,
@@ -65,11 +65,8 @@ def bind(eqn: JaxprEqn, arguments: Sequence[Any], /, **changed: Any) -> list[Any
 
 def _wide_if_wide(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
     """Context manager that permits 64 bits if an operand has them: the user has enabled them."""
-    is_wide = any(str(getattr(atom.aval, "dtype", "")) in _WIDE for atom in eqn.invars)
+    is_wide = any(needs_64_bits(x.aval.dtype) for x in eqn.invars if hasattr(x.aval, "dtype"))
     return jax.enable_x64(True) if is_wide else contextlib.nullcontext()
-
-
-_WIDE = frozenset({"complex128", "float64", "int64", "uint64"})
 
 
 def at_line_of(eqn: JaxprEqn) -> Any:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 
-from mirror._src.base.types import Array, keys_like
+from mirror._src.base.types import Array, is_half, keys_like
 from mirror._src.devices.replicas import ReplicaDevices
 from mirror._src.jaxprs.primitives import dtype_of
 from mirror._src.passes.collective_rules import canonical, sum_of_parts, uses_gloo
@@ -74,7 +74,7 @@ def add(left: Array, right: Array) -> Array:
 
 def _rounded(total: Array) -> Array:
     """Rounds to the dtype: XLA keeps sums of small floats in float32 until they are stored."""
-    if not jnp.issubdtype(total.dtype, jnp.floating) or total.dtype.itemsize >= 4:
+    if not is_half(total.dtype):
         return total
     info = jnp.finfo(total.dtype)
     if info.bits == 16:

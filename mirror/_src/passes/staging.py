@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from mirror._src.base.types import Array, is_numeric, keys_like
+from mirror._src.base.types import Array, keys_like, needs_64_bits
 from mirror._src.jaxprs.collective_eqns import (
     ALL_REDUCES,
     MIRRORING,
@@ -377,7 +377,7 @@ def _layout(collective: JaxprEqn) -> Layout:
 
 def _require_on_host(eqn: JaxprEqn, dtype: Any) -> None:
     """Rejects a collective of a dtype that NumPy has and JAX does not, as it is configured."""
-    if is_numeric(dtype) and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+    if needs_64_bits(dtype):
         reason = f"the operand of `{eqn.primitive.name}` is {dtype}, but jax_enable_x64 is off"
         raise NotImplementedError(_message(eqn, reason))
 

@@ -62,6 +62,11 @@ class Mixing(NamedTuple):
     means: tuple[Place, ...]
     unknown: tuple[Place, ...]
 
+    @property
+    def across(self) -> tuple[Place, ...]:
+        """The lines of `mixed` that are not in a normalization layer."""
+        return tuple(place for place in self.mixed if not place.is_statistics)
+
 
 @final
 class RowCheck:
@@ -101,13 +106,12 @@ class RowCheck:
         if self._num_pieces == 1 or padded.types in self._separate:
             return
         mixing = self._mixing(step, model, padded)
-        others = [place for place in mixing.mixed if not place.is_statistics]
-        if others:
+        if mixing.across:
             raise ValueError(
-                f"{_name(step)} looks across the examples of a batch at {_lines(others)}, but "
-                f"{self._option} splits the batch of a replica into pieces, each of which would be "
-                f"a batch of its own. Omit {self._option.partition('=')[0]}, and save memory with "
-                "nnx.remat or a smaller batch."
+                f"{_name(step)} looks across the examples of a batch at {_lines(mixing.across)}, "
+                f"but {self._option} splits the batch of a replica into pieces, each of which "
+                f"would be a batch of its own. Omit {self._option.partition('=')[0]}, and save "
+                "memory with nnx.remat or a smaller batch."
             )
         self._separate.add(padded.types)
         if mixing.mixed:
@@ -148,15 +152,13 @@ class RowCheck:
             return [padded]
         sizes = padded.sizes or (padded.num_examples,)
         indices = range(padded.first, padded.first + padded.num_batches)
-        counts = n * num_pieces == 1 and self._counts_rows(step, model, padded)
-        if counts or (n * num_pieces == 1 and self.numbers_of_rows(step, model, padded)):
+        if n * num_pieces == 1 and self._uses_size(step, model, padded):
             return [self._exact(padded, i, sizes[i]) for i in indices]
         mixing = self._mixing(step, model, padded, only_rows=not changes_state)
-        is_sum = any(not place.is_statistics for place in mixing.mixed)
-        unknown = tuple(place for place in mixing.unknown if is_sum or not place.counts_padding)
+        across = mixing.across
+        unknown = tuple(place for place in mixing.unknown if across or not place.counts_padding)
         if not mixing.padded:
-            unsure = unknown or self.numbers_of_rows(step, model, padded)
-            unsure = unsure or tuple(x for x in mixing.mixed if not x.is_statistics)
+            unsure = unknown or self.numbers_of_rows(step, model, padded) or across
             has_padding = bool(unsure) and self._has_padding(step, model, padded)
             mixing = mixing._replace(padded=unsure if has_padding else ())
         # Statistics over the examples of a replica or piece that has none would be 0 / 0.
@@ -221,14 +223,13 @@ class RowCheck:
         self._compared.add(step)
         try:
             mixing = self._mixing(step, model, padded, only_rows=True)
-            places = [place for place in mixing.mixed if not place.is_statistics]
-            eqns = equations(self._program(step, model, padded)[0].jaxpr)
-            is_random = any(eqn.primitive.name in SAMPLER for eqn in eqns)
-            is_together = any(map(is_collective, eqns))
+            places = mixing.across
+            program = self._program(step, model, padded)[0]
+            is_together = any(map(is_collective, equations(program.jaxpr)))
             counts = self._counts_rows(step, model, padded)
             sizes = () if counts else self.numbers_of_rows(step, model, padded)
             is_known = not (places or sizes or counts)
-            if is_known or is_random or (is_together and self._strategy._spans_processes):
+            if is_known or _is_random(program) or (is_together and self._strategy._spans_processes):
                 return
             batch, mask = self._first_rows(padded, None if is_together else _MOST_REPLICAS)
             every, *parts = _every_and_each(batch, mask)
@@ -264,11 +265,9 @@ class RowCheck:
         """
         part = "replica" if self._num_pieces == 1 else "piece"
         try:
-            eqns = equations(self._program(step, model, padded)[0].jaxpr)
-            is_random = any(eqn.primitive.name in SAMPLER for eqn in eqns)
-            is_known = is_random or any(map(is_collective, eqns))
-            counts = self._counts_rows(step, model, padded)
-            if is_known or not (counts or self.numbers_of_rows(step, model, padded)):
+            program = self._program(step, model, padded)[0]
+            is_known = _is_random(program) or any(map(is_collective, equations(program.jaxpr)))
+            if is_known or not self._uses_size(step, model, padded):
                 return
             (evaluated,) = copy_of([model])
             evaluated.eval()
@@ -293,11 +292,10 @@ class RowCheck:
         def differs() -> bool:
             batch, ones = self._first_examples(padded)
             evaluated = model
-            if any(eqn.primitive.name in SAMPLER for eqn in equations(program.jaxpr)):
+            if _is_random(program):
                 (evaluated,) = copy_of([model])
                 evaluated.eval()
-                calm = self._program(step, evaluated, padded)[0]
-                if any(eqn.primitive.name in SAMPLER for eqn in equations(calm.jaxpr)):
+                if _is_random(self._program(step, evaluated, padded)[0]):
                     return False
 
             def padding(x: np.ndarray) -> np.ndarray:
@@ -315,6 +313,12 @@ class RowCheck:
         may_run_again = not any(map(is_stateful, equations(program.jaxpr)))
         may_run_again &= not self._strategy._spans_processes
         return may_run_again and self._once((program, "numbers"), differs)
+
+    def _uses_size(self, step: Step, model: Any, padded: PaddedBatch) -> bool:
+        """Whether results are likely to depend on how many rows there are."""
+        return self._counts_rows(step, model, padded) or bool(
+            self.numbers_of_rows(step, model, padded)
+        )
 
     def numbers_of_rows(self, step: Step, model: Any, padded: PaddedBatch) -> tuple[Place, ...]:
         """Returns the lines at which a number differs with the number of rows."""
@@ -410,7 +414,7 @@ class RowCheck:
         mixing = self._mixing(step, model, padded)
         program = self._program(step, model, padded)[0]
         evidence = []
-        if any(eqn.primitive.name in SAMPLER for eqn in equations(program.jaxpr)):
+        if _is_random(program):
             evidence.append("draws random numbers")
         if any(place.is_statistics for place in mixing.mixed):
             evidence.append("uses statistics of the batch")
@@ -640,6 +644,11 @@ def _in_halves(x: np.ndarray) -> np.ndarray:
     """Returns the rows of each replica as the rows of two."""
     half = x.shape[1] // 2
     return x[:, : 2 * half].reshape(2 * len(x), half, *x.shape[2:])
+
+
+def _is_random(program: ClosedJaxpr) -> bool:
+    """Whether a program draws random numbers."""
+    return any(eqn.primitive.name in SAMPLER for eqn in equations(program.jaxpr))
 
 
 def _numbers(eqn: JaxprEqn) -> tuple[str, list[Any]]:
