@@ -24,7 +24,7 @@ _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 REFRESH = "Run `python docs/notebooks.py` to store the results again."
 _PATHS = re.compile(r"(?<![\w.])/(?:tmp|home|root|Users)/")
 _NUMBER = re.compile(  # an address, a hash, or a number with a unit of time
-    r"0x[0-9a-f]+|\b[0-9a-f]{12}\b|[-+]?\d[\d_.]*(?:e[-+]?\d+)?(?: ?[mu]?s\b)?"
+    r"0x[0-9a-f]+|\b[0-9a-f]{12,}\b|[-+]?\d[\d_.]*(?:e[-+]?\d+)?(?: ?[mu]?s\b)?"
 )
 _COUNT = re.compile(r"(?<=[a-z])_\d+\b")  # Keras counts names, and each cell runs twice
 

@@ -343,10 +343,11 @@ def test_messages_and_profiles_use_the_users_names():
 def test_results_keep_64_bits_that_a_step_enables(strategy):
     def step(x):
         with jax.enable_x64(True):
-            return jnp.asarray(x, jnp.float64) + 1e-12
+            first = jax.lax.argmax(x, 0, jnp.int64)
+            return jnp.asarray(x, jnp.float64) + 1e-12, first
 
-    found = strategy.run(step, (own(strategy),))
-    assert found.dtype == jnp.float64
+    found, first = strategy.run(step, (own(strategy),))
+    assert (found.dtype, first.dtype) == (jnp.float64, jnp.int64)
 
 
 def test_error_names_disabled_64_bit_dtypes(two):

@@ -64,8 +64,9 @@ def bind(eqn: JaxprEqn, arguments: Sequence[Any], /, **changed: Any) -> list[Any
 
 
 def _wide_if_wide(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
-    """Context manager that permits 64 bits if an operand has them: the user has enabled them."""
-    is_wide = any(needs_64_bits(x.aval.dtype) for x in eqn.invars if hasattr(x.aval, "dtype"))
+    """Context manager that permits 64 bits if an operand or result has them, as the user does."""
+    avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
+    is_wide = any(needs_64_bits(aval.dtype) for aval in avals if hasattr(aval, "dtype"))
     return jax.enable_x64(True) if is_wide else contextlib.nullcontext()
 
 
