@@ -121,7 +121,7 @@ def _settings(program: ReplicaProgram, executor: Executor) -> list[Line]:
     return [
         Line(f"step {program.name}"),
         Line(f"{len(replicas)} replicas, {replicas.replicas_per_device} per device"),
-        Line(f"executor {executor.name}, pack_bytes={executor.pack_bytes}"),
+        Line(f"executor {executor.name}, pack_bytes={executor.settings.pack_bytes}"),
         Line(f"{lower.VARIABLE}={lower.setting()}"),
         Line(f"donated inputs {list(program.donated)}"),
         *(

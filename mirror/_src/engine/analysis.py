@@ -34,7 +34,7 @@ from mirror._src.jaxprs.origins import lost_updates, summed_noise
 from mirror._src.jaxprs.proof import Notes, prove
 from mirror._src.jaxprs.trace import program_of, struct_of, trace
 from mirror._src.passes.passes import rewritten
-from mirror._src.passes.program import Program, Settings
+from mirror._src.passes.program import Program
 
 
 class Analysis(NamedTuple):
@@ -131,7 +131,7 @@ def analyze(
     plan = Plan(changed, averaged, list(merges), [mark.per_replica for mark in results])
     finish = None if problems else average_and_merge(traced, plan)
     programs = [jaxpr] if finish is None else [jaxpr, finish]
-    settings = Settings(n, executor.pack_bytes, step.per_replica, axis_name=step.axis_name)
+    settings = executor.settings._replace(num_replicas=n, per_replica=step.per_replica)
     least, kept = executor.replicas.slice_bytes, executor.kept_bytes
     if least is not None and finish is not None:
         state = _state(call, traced, plan, donated)

@@ -246,8 +246,9 @@ class Executor(abc.ABC):
     kept_bytes: int | None = None
 
     def __init__(self, replicas: ReplicaDevices, pack_bytes: int = 0) -> None:
+        n, axis, on_cpus = len(replicas), replicas.axis_name, replicas.on_cpus
         self.replicas = replicas
-        self.pack_bytes = pack_bytes
+        self.settings = Settings(n, pack_bytes, axis_name=axis, on_cpus=on_cpus)
 
     @abc.abstractmethod
     def compile(self, program: ReplicaProgram) -> CompiledProgram:
@@ -255,9 +256,7 @@ class Executor(abc.ABC):
 
     def staged(self, program: ReplicaProgram, rules: Rules) -> StagedJaxpr:
         """Returns a program split at its collectives."""
-        n, per_replica = len(self.replicas), [kind.is_own for kind in program.inputs]
-        axis, on_cpus = self.replicas.axis_name, self.replicas.on_cpus
-        settings = Settings(n, self.pack_bytes, per_replica, axis_name=axis, on_cpus=on_cpus)
+        settings = self.settings._replace(per_replica=[kind.is_own for kind in program.inputs])
         mirrored = [not kind.is_own for kind in program.outputs]
         return stage_program(program.jaxprs, settings, mirrored, rules)
 
@@ -315,7 +314,6 @@ class MeshExecutor(Executor):
         start = len(program.inputs)
         end = start + len(captured)
         more: list[Any] = [*captured.values()]
-        axis, on_cpus = self.replicas.axis_name, self.replicas.on_cpus
         # See `Lowering`. GPUs need no unknown 0.
         late = (op for op in final.everywhere() if op.kind == "gather" and op.inputs[1:])
         delays = bool(final.sharded_inputs) and not self.replicas.on_gpus and any(late)
@@ -323,7 +321,7 @@ class MeshExecutor(Executor):
         def replica(*leaves: Any) -> Sequence[Any]:
             arrays = dict(zip(captured, leaves[start:end], strict=True))
             zero = leaves[-1] if delays else None
-            lowering = Lowering(arrays, rules, self.pack_bytes, axis, zero, on_cpus=on_cpus)
+            lowering = Lowering(arrays, rules, self.settings, zero)
             results = lowering.run(lowering.joined(final), leaves[:start])
             _require_proved(results, program.finish, program.outputs, len(self.replicas))
             return results

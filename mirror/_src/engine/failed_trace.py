@@ -33,10 +33,7 @@ _RETURN_IT = (
     "Return the array from the step, and convert the result: float(strategy.run({step}, args)). "
     'To print it in the step, use jax.debug.print("{{}}", x).'
 )
-_KEEP_IT = (
-    "Return the array without float(): the trainer converts what it needs. "
-    'To print it, use jax.debug.print("{{}}", x).'
-)
+_KEEP_IT = 'Return the array without float(). To print it, use jax.debug.print("{{}}", x).'
 _SELECT = (
     "Use jnp.where(condition, a, b) or jax.lax.cond(condition, f, g, x) instead of if, and "
     "jax.lax.while_loop instead of while."

@@ -85,7 +85,7 @@ class CollectiveRow:
 
     def execute(self, operands: Sequence[Array], axis_name: str) -> list[Any]:
         """Executes the collective on other arrays, inside a replica."""
-        run, rest = Lowering({}, {}, axis=axis_name), iter(operands)
+        run, rest = Lowering({}, {}, Settings(axis_name=axis_name)), iter(operands)
         return [
             result
             for operation in self.operations
@@ -288,7 +288,7 @@ def describe_program(
         len(runner.replicas),
         tuple(_list_results(call, step.out_names, avals[: ends[0]], results)),
         tuple(_list_variables(call, avals[ends[0] : ends[1]], after, analysis.outcomes)),
-        tuple(collectives_of(final, runner.executor.pack_bytes, after_step)),
+        tuple(collectives_of(final, runner.executor.settings.pack_bytes, after_step)),
         tuple(analysis.problems),
         tuple(_list_sharding(call, step.avals, final, len(runner.replicas))),
         runner.choice,

@@ -39,6 +39,9 @@ Rule: TypeAlias = Callable[[JaxprEqn, list[Any]], Sequence[Any]]
 Rules: TypeAlias = Mapping[str, Callable[[JaxprEqn], Rule | None]]
 
 
+_DEFAULTS = Settings()
+
+
 class Evaluation:
     """Evaluation of a program that binds each operation again, unchanged."""
 
@@ -88,36 +91,30 @@ class Lowering(Evaluation):
         arrays: Replacements for the constant arrays of the program, by the `id` of the array.
         rules: For each name of a primitive, a function that returns the replacement of an
             operation, or `None` to keep the operation.
-        pack_bytes: Independent all-reduces of at most this many bytes are packed into one buffer,
-            also inside loops and branches.
-        axis: Name of the mapped axis, along which arrays are sliced; empty without one.
+        settings: How independent all-reduces are packed, also inside loops and branches, and the
+            axis along which arrays are sliced.
         zero: The integer 0, whose value XLA does not know: see `_after`.
         opens: Whether to inline everything, because operands may come from constant arrays.
-        on_cpus: Whether the replicas are on host devices.
     """
 
     def __init__(
         self,
         arrays: Mapping[int, Any],
         rules: Rules,
-        pack_bytes: int = 0,
-        axis: str = "",
+        settings: Settings = _DEFAULTS,
         zero: Any = None,
         opens: bool = False,
-        on_cpus: bool = False,
     ) -> None:
         self._arrays = arrays
         self._opens_all = opens or bool(arrays)
         self._rules = rules
-        self._settings = Settings(pack_bytes=pack_bytes)
+        self.settings = settings
         self._opened: dict[int, tuple[Jaxpr, bool]] = {}
-        self.axis = axis
         self.zero = zero
-        self.on_cpus = on_cpus
 
     def call(self, program: ClosedJaxpr | Jaxpr, arguments: Sequence[Any]) -> list[Any]:
         """See `Evaluation.call`."""
-        return self.run(packed(program, self._settings), arguments)
+        return self.run(packed(program, self.settings), arguments)
 
     def run(self, program: Program, arguments: Sequence[Any]) -> list[Any]:
         """Returns the outputs of a flat program."""
@@ -184,7 +181,7 @@ class Lowering(Evaluation):
         """Whether an operation of a program, or of a program inside it, is replaced."""
         _, replaces = self._opened.get(id(jaxpr), (None, None))
         if replaces is None:
-            replaces = count(jaxpr, self._settings.pack_bytes) > 1
+            replaces = count(jaxpr, self.settings.pack_bytes) > 1
             replaces |= any(self._replacement(e) is not None or self._opens(e) for e in jaxpr.eqns)
             self._opened[id(jaxpr)] = jaxpr, replaces
         return replaces
@@ -345,15 +342,15 @@ def _slice(_: Lowering, operation: Operation, operands: list[Any]) -> list[Any]:
 
 
 def _scatter(run: Lowering, operation: Operation, operands: list[Any]) -> list[Any]:
-    axis = _axis_of(operation.outputs[0])
-    return [jax.lax.psum_scatter(operands[0], run.axis, scatter_dimension=axis, tiled=True)]
+    axis, name = _axis_of(operation.outputs[0]), run.settings.axis_name
+    return [jax.lax.psum_scatter(operands[0], name, scatter_dimension=axis, tiled=True)]
 
 
 def _gather(run: Lowering, operation: Operation, operands: list[Any]) -> list[Any]:
     axis = _axis_of(operation.inputs[0])
     part, *earlier = operands
     part = _after(part, earlier, run.zero) if earlier else part
-    return [jax.lax.all_gather(part, run.axis, axis=axis, tiled=True)]
+    return [jax.lax.all_gather(part, run.settings.axis_name, axis=axis, tiled=True)]
 
 
 def _after(value: Array, earlier: Sequence[Array], zero: Any) -> Array:
@@ -405,7 +402,7 @@ def _pack(run: Lowering, operation: Operation, operands: list[Any]) -> list[Any]
 
 def _all_reduces(run: Lowering, operation: Operation, operands: list[Any]) -> list[Any]:
     (total,) = run.apply(operation.eqn, [join(operands)])
-    return list(jax.lax.optimization_barrier(split(total, operands, on_cpus=run.on_cpus)))
+    return list(jax.lax.optimization_barrier(split(total, operands, on_cpus=run.settings.on_cpus)))
 
 
 def _scatters(run: Lowering, operation: Operation, operands: list[Any]) -> list[Any]:
@@ -413,17 +410,17 @@ def _scatters(run: Lowering, operation: Operation, operands: list[Any]) -> list[
     n = operands[0].shape[axes[0]] // operation.outputs[0].aval.shape[axes[0]]
     rows = [jnp.moveaxis(value, axis, 0) for value, axis in zip(operands, axes, strict=True)]
     flat = jax.lax.concatenate([row.reshape(n, row.size // n) for row in rows], 1)
-    received = jax.lax.psum_scatter(flat, run.axis, scatter_dimension=0)
+    received = jax.lax.psum_scatter(flat, run.settings.axis_name, scatter_dimension=0)
     like = [jax.ShapeDtypeStruct((row.shape[0] // n, *row.shape[1:]), row.dtype) for row in rows]
-    parts = jax.lax.optimization_barrier(split(received, like, on_cpus=run.on_cpus))
+    parts = jax.lax.optimization_barrier(split(received, like, on_cpus=run.settings.on_cpus))
     return [jnp.moveaxis(part, 0, axis) for part, axis in zip(parts, axes, strict=True)]
 
 
 def _gathers(run: Lowering, operation: Operation, operands: list[Any]) -> list[Any]:
     axes = list(map(_axis_of, operation.inputs))
     rows = [jnp.moveaxis(part, axis, 0) for part, axis in zip(operands, axes, strict=True)]
-    gathered = jax.lax.all_gather(join(rows), run.axis)
-    blocks = split_columns(gathered, [row.size for row in rows], on_cpus=run.on_cpus)
+    gathered = jax.lax.all_gather(join(rows), run.settings.axis_name)
+    blocks = split_columns(gathered, [row.size for row in rows], on_cpus=run.settings.on_cpus)
     wholes = [block.reshape(-1, *row.shape[1:]) for block, row in zip(blocks, rows, strict=True)]
     wholes = jax.lax.optimization_barrier(wholes)
     return [jnp.moveaxis(whole, 0, axis) for whole, axis in zip(wholes, axes, strict=True)]
