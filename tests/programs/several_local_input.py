@@ -1,5 +1,7 @@
 """Checks of local input in one process of several: prints the passed ones."""
 
+import functools
+import itertools
 import sys
 import time
 import warnings
@@ -444,6 +446,64 @@ def evaluation_and_prediction():
     assert a.shape == b.shape == (50, 1)
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     assert ours.verify(data).largest < 1e-5
+
+
+class Counts(nnx.Module):
+    """A linear layer that counts the examples."""
+
+    def __init__(self):
+        self.linear = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        self.seen = nnx.Variable(np.zeros((), np.float32))
+
+
+@jax.custom_vjp
+def clipping(z):
+    """Returns `z`, whose gradient is clipped."""
+    return z
+
+
+clipping.defvjp(lambda z: (z, None), lambda _, g: (g.clip(-0.01, 0.01),))
+
+
+@check
+def losses_that_padding_changes_are_refused_by_all():
+    """Process 0 alone has padding, or it alone has an example."""
+
+    def squares(model, batch):
+        return (model.linear(batch["x"]) ** 2)[:, 0]
+
+    def of_all(model, batch):
+        loss = squares(model, batch)
+        return loss / mirror.all_reduce("sum", len(loss))
+
+    def root(model, batch):
+        loss = squares(model, batch)
+        total, size = mirror.all_reduce("sum", (loss, len(loss)))
+        return loss / np.sqrt(len(loss)) + total / (size - 1.5)
+
+    def counted(model, batch):
+        model.seen[...] += mirror.all_reduce("sum", float(len(batch["x"])))
+        return squares(model, batch)
+
+    def clipped(model, batch):
+        return (clipping(model.linear(batch["x"])) ** 2)[:, 0]
+
+    def masked(model, batch):
+        loss, mask = squares(model, batch), mirror.example_mask(batch)
+        total, size = mirror.all_reduce("sum", ((loss * mask).sum(), mask.sum()))
+        return loss + total / size
+
+    rows = ARRAYS["x"][me::count][: 2 * mine]
+    sources = padded([{"x": rows[int(me == 0) :]}]), [{"x": ARRAYS["x"][:1]}]
+    for loss, data in itertools.product((of_all, root, counted, clipped, masked), sources):
+        with strategy.scope():
+            ours = mirror.Trainer(Counts(), optax.sgd(0.05), loss, require_equal=False)
+        train = functools.partial(ours.fit, data, epochs=1, progress=False)
+        if loss is masked:
+            train()
+        else:
+            refused(ValueError, train, loss.__name__, "several_local_input.py", "drop_remainder")
+        ours.fit(padded([{"x": rows}]), epochs=1, progress=False)
 
 
 class FailsAt(mirror.callbacks.Callback):

@@ -274,18 +274,37 @@ def gather(name: str, mine: Mapping[str, Any], deadline: float) -> list[dict[str
     Raises:
         RuntimeError: If a process does not arrive by the deadline.
     """
-    start, count = time.monotonic(), store.process_count()
+    groups = json.loads(_decided(Topic(name), json.dumps(mine), _grouped, deadline))
+    of_process = {i: values for values, ids in groups for i in ids}
+    return [dict(of_process[i]) for i in range(store.process_count())]
+
+
+def is_any(name: str, mine: bool, deadline: float) -> bool:
+    """Whether a process passes True; every process must call it once per name.
+
+    Raises:
+        RuntimeError: If a process does not arrive by the deadline.
+    """
+    if store.process_index() == 0:
+        sweep()
+    with contextlib.closing(Topic(name)) as topic:
+        return _decided(topic, str(mine), lambda texts: str("True" in texts), deadline) == "True"
+
+
+def _decided(
+    topic: Topic, mine: str, judge: Callable[[Sequence[str]], str], deadline: float
+) -> str:
+    """Returns the decision of a topic, or raises an error for the user."""
+    start = time.monotonic()
     try:
-        groups = json.loads(Topic(name).decide(json.dumps(mine), _grouped, deadline))
+        return topic.decide(mine, judge, deadline)
     except AbsentError as error:
         raise RuntimeError(
             error.reason
-            or f"Process {store.process_index()} of {count} waited {time.monotonic() - start:.0f} "
-            f"s for processes {error.processes}, which have not joined. Start every process with "
-            "the same program; their output says what they do."
+            or f"Process {store.process_index()} of {store.process_count()} waited "
+            f"{time.monotonic() - start:.0f} s for processes {error.processes}, which have not "
+            "joined. Start every process with the same program; their output says what they do."
         ) from None
-    of_process = {i: values for values, ids in groups for i in ids}
-    return [dict(of_process[i]) for i in range(count)]
 
 
 def _grouped(texts: Sequence[str]) -> str:

@@ -3,6 +3,8 @@
 import copy
 import functools
 import inspect
+import itertools
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
@@ -16,6 +18,8 @@ from mirror._src.base.errors import counted
 from mirror._src.base.naming import is_first, name_of, warn_user
 from mirror._src.base.tracebacks import on_behalf_of, users_function, users_functions
 from mirror._src.base.types import PyTree
+from mirror._src.cluster import consensus
+from mirror._src.cluster.start import agreement_secs
 from mirror._src.data.padded import PaddedBatch
 from mirror._src.engine.arguments import Call
 from mirror._src.engine.per_replica import PerReplica, is_per_replica
@@ -43,6 +47,7 @@ _MEANT = (
 )
 _MOST_ROWS, _MOST_REPLICAS = 16, 8  # whose losses are compared as numbers
 _RTOL, _GRADIENT_RTOL = 1e-3, 0.01
+_decisions = itertools.count()  # of a job: every process makes the same ones
 _NEGATED = ("train", "training", "is_training")
 _MODES = (*_NEGATED, "deterministic", "use_running_average", "inference")
 
@@ -311,8 +316,7 @@ class RowCheck:
             return any(_differ(x, y) and x == z for x, y, z in zip(*sums, strict=True))
 
         may_run_again = not any(map(is_stateful, equations(program.jaxpr)))
-        may_run_again &= not self._strategy._spans_processes
-        return may_run_again and self._once((program, "numbers"), differs)
+        return may_run_again and self._once((program, "numbers"), lambda: self._is_any(differs()))
 
     def _uses_size(self, step: Step, model: Any, padded: PaddedBatch) -> bool:
         """Whether results are likely to depend on how many rows there are."""
@@ -338,8 +342,14 @@ class RowCheck:
             eqns = [x for x, y in pairs if _numbers(x) != _numbers(y)]
             return tuple({Place(user_line(eqn), counts_padding=True) for eqn in eqns})
 
-        spans_processes = self._strategy._spans_processes
-        return () if spans_processes else self._once((traced.jaxpr, "rows"), differing)
+        return self._once((traced.jaxpr, "rows"), differing)
+
+    def _is_any(self, found: bool) -> bool:
+        """Whether a process has found it; each has other examples."""
+        if not self._strategy._spans_processes:
+            return found
+        name = f"padding/{next(_decisions)}"
+        return consensus.is_any(name, found, time.monotonic() + agreement_secs())
 
     def _first_rows(self, padded: PaddedBatch, most: int | None) -> tuple[PyTree, np.ndarray]:
         """Returns the first rows of replicas of this process, along a second axis."""
@@ -552,15 +562,15 @@ class RowCheck:
         def clipped() -> tuple[Place, ...]:
             eqns = equations(program.jaxpr)
             rules = [eqn for eqn in eqns if eqn.primitive.name == CUSTOM_VJP]
-            if not rules or any(map(is_stateful, eqns)) or self._strategy._spans_processes:
+            if not rules or any(map(is_stateful, eqns)):
                 return ()
             rows = self._first_examples(padded)
             try:
                 whole, half = (self._gradient(step, model, *rows) for step in self._gradients)
+                is_clipped = _distance(whole, half) > _GRADIENT_RTOL
             except Exception:  # of a loss that requires other numbers of rows
-                return ()
-            places = tuple(Place(user_line(eqn)) for eqn in rules)
-            return places if _distance(whole, half) > _GRADIENT_RTOL else ()
+                is_clipped = False
+            return tuple(Place(user_line(e)) for e in rules) if self._is_any(is_clipped) else ()
 
         return self._once((program, "clipped"), clipped)
 
