@@ -380,6 +380,24 @@ def test_example_keys_require_one_batch_axis(batch, shown):
         mirror.example_keys(jax.random.key(0), batch)
 
 
+@rows("impl", ["rbg", "unsafe_rbg"])
+def test_keys_whose_numbers_depend_on_other_keys_are_no_example_keys(impl, two):
+    """One device samples otherwise: `jax.vmap` samples with the first one."""
+    key = jax.random.key(0, impl=impl)
+    fix = "jax.random.key(0, impl='threefry2x32')"
+    with raises(ValueError, names="example_keys", values=f"'{impl}'", fix=fix):
+        mirror.example_keys(key, np.ones(2))
+
+    def sampled(keys):
+        numbers = jax.vmap(lambda key: jax.random.uniform(key))(keys)
+        return mirror.all_reduce("sum", numbers.sum())
+
+    for each, verdict in ((jax.random.key(0), "equal"), (key, "different")):
+        keys = jax.random.split(each, 4)
+        (batch,) = two.distribute_dataset([keys])
+        assert two.inspect(sampled, (batch,)).equals_one_device.verdict == verdict
+
+
 # Per-replica values from a function
 
 

@@ -375,6 +375,17 @@ def test_verdicts_of_training_steps_and_one_warning(name, two):
         assert ("axis_name" in message) == ("norm" in kwargs)
 
 
+def test_a_key_that_a_step_reads_from_outside_is_a_constant(two):
+    key = jax.random.key(7)
+
+    def step(x):
+        draw = lambda key: jax.random.normal(key, x.shape[1:])  # noqa: E731
+        return total((x + jax.vmap(draw)(mirror.example_keys(key, x))).sum(0))
+
+    batch = mirror.PerReplica.from_stacked(np.ones((2, 2, 3), np.float32))
+    assert two.inspect(step, (batch,)).equals_one_device.verdict == "equal"
+
+
 def test_step_with_as_many_rows_as_replicas_is_traced_once(two):
     """The first 2 counts rows, the second one replicas."""
     traces = []

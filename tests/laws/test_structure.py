@@ -79,11 +79,11 @@ def test_imports_have_no_cycles():
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
     "base": Size(1117, 14, 13),
-    "devices": Size(2052, 17, 26),
+    "devices": Size(2055, 17, 26),
     "cluster": Size(1182, 7, 20),
-    "jaxprs": Size(3317, 16, 30),
+    "jaxprs": Size(3323, 16, 30),
     "passes": Size(2703, 16, 33),
-    "engine": Size(5307, 31, 64),
+    "engine": Size(5312, 31, 64),
     "inspection": Size(2173, 10, 24),
     "data": Size(1400, 10, 25),
     "keras": Size(500, 5, 5),

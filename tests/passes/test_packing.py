@@ -309,6 +309,24 @@ def test_no_kernel_is_compiled_for_each_array_of_a_buffer(options):
     same(new, [p - 0.2 * BATCH.mean() * np.asarray(p) for p in params], rtol=1e-5)
 
 
+def test_small_slices_are_gathered_in_64_bits():
+    strategy, optimizer = cpu_strategy(2, shard="optimizer"), optax.sgd(0.1, momentum=0.9)
+
+    def step(state, batch):
+        params, optimizer_state = state
+        grads = jax.grad(lambda p: batch.mean() * sum(jnp.square(x).sum() for x in p))(params)
+        updates, new = optimizer.update(jax.lax.pmean(grads, AXIS), optimizer_state)
+        return optax.apply_updates(params, updates), new
+
+    with jax.enable_x64(True):
+        params = strategy.init(lambda: [jnp.arange(8.0) for _ in range(20)])
+        (batch,) = strategy.distribute_dataset([BATCH])
+        arguments = (params, optimizer.init(params)), batch
+        new, _ = strategy.run(step, arguments, donate_argnums=0)
+        assert new[0].dtype == np.float64
+        same(new, [(1 - 0.2 * BATCH.mean()) * np.arange(8.0)] * 20, rtol=1e-5)
+
+
 def test_report_shows_packed_collectives(two):
     report = two.inspect(loss_and_gradients_apart, arguments(two))
     (row,) = report.collectives

@@ -74,6 +74,9 @@ def require_fits(name: str | Callable[[], str], leaf: Any) -> None:
             require_fits(name, each)
         return
     array = np.asarray(leaf) if type(leaf) is int else leaf
+    if type(leaf) is int and array.dtype == object:  # beyond 64 bits
+        dtype = str(jax.dtypes.canonicalize_dtype(int))
+        raise ValueError(does_not_fit(name if isinstance(name, str) else name(), leaf, leaf, dtype))
     is_array = isinstance(array, np.ndarray | np.generic | jax.Array)
     if not is_array or array.dtype not in (np.int64, np.uint64):
         return
@@ -92,7 +95,7 @@ def does_not_fit(name: str, leaf: Any, value: int, dtype: str) -> str:
     contains = "" if isinstance(leaf, int) else f" and contains {value}"
     return (
         f"{name} is {describe(leaf)}{contains}, which does not fit {dtype}, JAX's default for it. "
-        f"Pass smaller integers or a float, or enable 64-bit types: {ENABLE_64_BITS}."
+        f"Use smaller integers or a float, or enable 64-bit types: {ENABLE_64_BITS}."
     )
 
 

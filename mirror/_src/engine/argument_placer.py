@@ -19,7 +19,6 @@ from mirror._src.devices.transfer import (
     UnstackedArrays,
     any_deleted,
     buffers_of,
-    does_not_fit,
     move,
     require_fits,
 )
@@ -157,9 +156,6 @@ class ArgumentPlacer:
                     f"{name()} is {describe(leaf)}, which cannot be converted to a JAX "
                     f"array: {error} {long_fix(leaf, '')}".strip()
                 ) from error
-            except OverflowError as error:
-                dtype = str(jax.dtypes.canonicalize_dtype(int))
-                raise ValueError(does_not_fit(name(), leaf, leaf, dtype)) from error
             if placed is not leaf and not is_own:
                 if placement_log.on:
                     placement_log.mirrored(name(), leaf, self._replicas.devices)

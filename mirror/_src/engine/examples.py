@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from mirror._src.base.types import Array, PyTree
 from mirror._src.engine.replica_context import current_replica
 
+_SEPARATE = "threefry2x32"
+
 
 def example_keys(key: Array, batch: PyTree) -> Array:
     """Returns one PRNG key per example, derived from its position in the global batch.
@@ -18,14 +20,17 @@ def example_keys(key: Array, batch: PyTree) -> Array:
     every number of replicas. Outside a step, `batch` is the global batch.
 
     Args:
-        key: A PRNG key, the same on all replicas. Pass a new one in every step.
+        key: A PRNG key of the type `threefry2x32`, JAX's default, the same on all replicas. Pass
+            a new one in every step.
         batch: Pytree of this replica's arrays, each of shape `(B, ...)`.
 
     Returns:
         An array of keys with shape `(B,)`. Use `jax.vmap` to sample with them.
 
     Raises:
-        ValueError: If `batch` contains no arrays, a scalar, or arrays that differ in leading size.
+        ValueError: If `batch` contains no arrays, a scalar, or arrays that differ in leading size,
+            or if the key has another type: the numbers of an `rbg` key depend on the other keys
+            that `jax.vmap` samples with.
 
     >>> def dropout(x, key, rate=0.1):  # inside a step
     ...     keys = mirror.example_keys(key, x)
@@ -35,6 +40,12 @@ def example_keys(key: Array, batch: PyTree) -> Array:
     (2, 3)
     """
     size, replica = _num_rows("example_keys", batch), current_replica()
+    if (kind := str(jax.random.key_impl(key))) != _SEPARATE:
+        raise ValueError(
+            f"example_keys got a key of the type {kind!r}, whose numbers depend on the other keys "
+            "of a jax.vmap, and so on the number of replicas. Create one with "
+            f"jax.random.key(0, impl={_SEPARATE!r})."
+        )
     positions = jnp.arange(size) if replica is None else replica._positions(size)
     return jax.vmap(jax.random.fold_in, (None, 0))(key, positions)
 

@@ -13,7 +13,7 @@ from mirror._src.base.errors import describe
 from mirror._src.base.foreign_arrays import to_array
 from mirror._src.base.naming import keys, name_of
 from mirror._src.base.types import ARRAY_LIKE, Array, StepFunction, is_float0, is_numeric, long_fix
-from mirror._src.devices.transfer import UnstackedArrays
+from mirror._src.devices.transfer import UnstackedArrays, require_fits
 from mirror._src.engine.arguments import (
     Call,
     equinox_positions,
@@ -160,6 +160,7 @@ class ReplicaFunction:
                 self.static_results[i] = leaf
                 continue
             _require_array(self.name, name, leaf)
+            require_fits(f"{name} of {self.name}", leaf)
             self.out_names.append(name)
             results.append(jnp.asarray(to_array(name, leaf)))
         return results

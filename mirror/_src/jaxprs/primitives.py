@@ -247,6 +247,12 @@ def combined_axes(eqn: JaxprEqn) -> set[int]:
     return {axis % ndim for axis in (axes if isinstance(axes, tuple) else (axes,))}
 
 
+def samples_jointly(eqn: JaxprEqn) -> bool:
+    """Whether the numbers of a key depend on the other keys of its array, as of `rbg` keys."""
+    kinds = {str(dtype_of(atom)) for atom in (*eqn.invars, *eqn.outvars)}
+    return any(kind.startswith("key<") and kind != "key<fry>" for kind in kinds)
+
+
 def _kept(ndim: int, *removed: Sequence[int]) -> list[int]:
     """Returns the axes that are not among others."""
     return sorted({*range(ndim)}.difference(*removed))

@@ -36,6 +36,7 @@ from mirror._src.jaxprs.primitives import (
     dot_axes,
     dtype_of,
     op_of,
+    samples_jointly,
     shape_of,
 )
 from mirror._src.jaxprs.relation_shapes import overwrites
@@ -436,13 +437,13 @@ def _is_same_operation(pair: Pair) -> bool:
 
 def _found(pair: Pair, operands: list[Relation]) -> Relation | None:
     """Returns the relation of the results, `None` if no rule knows it."""
-    name = pair.name
+    name, is_of_rows = pair.name, any(x.kind is Kind.ROWS for x in operands)
+    if (name in SAMPLER or name in KEY) and (not is_of_rows or samples_jointly(pair.eqn)):
+        return pair.other(Why.SAMPLES)
     if min(map(operator.attrgetter("axis"), operands), default=0) < 0 and _is_same_operation(pair):
         found = of_each_row(operands)
         if found is not None and not pair.scaled_axes():
             return found
-    if (name in SAMPLER or name in KEY) and not any(x.kind is Kind.ROWS for x in operands):
-        return pair.other(Why.SAMPLES)
     rule = _RULES.get(name)
     return rule(pair, operands) if rule is not None else None
 

@@ -20,6 +20,7 @@ from mirror._src.jaxprs.primitives import (
     dot_axes,
     dtype_of,
     gather_axes,
+    samples_jointly,
     scatter_axes,
     shape_of,
 )
@@ -561,8 +562,10 @@ def gathered(eqn: JaxprEqn, value: Rows) -> Rows:
     return value.moved(move)
 
 
-def _leading(_eqn: JaxprEqn, operands: list[Rows], _line: Place) -> Rows:
+def _leading(eqn: JaxprEqn, operands: list[Rows], line: Place) -> Rows:
     """The rule of operations on PRNG keys, whose axes come first in the result."""
+    if samples_jointly(eqn):
+        return unknown(operands, line)
     value = join(operands)._replace(fills=NO_FILLS, constant=None)
     return value._replace(is_mask=False, positions=NO_POSITIONS)
 

@@ -130,7 +130,7 @@ def split_columns(buffer: Array, sizes: Sequence[int], *, on_cpus: bool) -> Sequ
         return jax.lax.split(buffer, sizes, buffer.ndim - 1)
     offsets = tuple(map(np.int32, itertools.accumulate([0, *sizes[:-1]])))
     first = jax.lax.reshape(jax.lax.slice(buffer, [0] * buffer.ndim, [1] * buffer.ndim), ())
-    zeros, lead = [0] * (buffer.ndim - 1), buffer.shape[:-1]
+    zeros, lead = [np.int32(0)] * (buffer.ndim - 1), buffer.shape[:-1]
     starts = jax.lax.cond(first == first, lambda: offsets, lambda: offsets)
     return [
         jax.lax.dynamic_slice(buffer, [*zeros, start], [*lead, n], allow_negative_indices=False)

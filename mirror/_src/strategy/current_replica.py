@@ -51,8 +51,7 @@ def all_gather(tree: T, axis: int = 0) -> T:
     Differentiable. Outside every scope, the caller is a lone replica: the leaves are returned.
 
     Args:
-        tree: Pytree of this replica's arrays, each with at least one dimension. Their lengths
-            along `axis` may differ between replicas if the inputs of the step do.
+        tree: Pytree of this replica's arrays, each with at least one dimension.
         axis: Axis to concatenate along, in replica order. A negative axis counts from the end.
 
     Returns:
