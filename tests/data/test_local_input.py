@@ -509,7 +509,7 @@ def test_wrong_shards_are_rejected(subtests):
 
 # ---- several processes
 
-NUM_CHECKS = 25
+NUM_CHECKS = 26
 ON_FOUR = (
     "parts_of_unequal_sizes_are_used_once",
     "growing_parts_have_few_shapes",

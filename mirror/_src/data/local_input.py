@@ -7,10 +7,11 @@ of them are padded to the same number of rows, which the processes agree on befo
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import jax
 import numpy as np
 
 from mirror._src.base.naming import warn_user
@@ -32,6 +33,7 @@ from mirror._src.data.input import (
 )
 from mirror._src.data.step_exchange import Form, Step, StepExchange, close_at_exit
 from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.engine.examples import warn_of_positions
 from mirror._src.jaxprs.text import checksum
 
 
@@ -44,7 +46,8 @@ def local_passes(replicas: ReplicaDevices) -> StartPass:
     def start(batches: Iterator[PyTree], order: str) -> Pass:
         number = next(passes)
         exchange = StepExchange(f"{key}/{number}", f"the dataset of {line}")
-        return _LocalPass(batches, len(replicas.local_ids), exchange, order, is_first=number == 0)
+        num_local, is_first = len(replicas.local_ids), number == 0
+        return _LocalPass(batches, num_local, exchange, order, is_first, replicas.devices)
 
     return start
 
@@ -55,6 +58,7 @@ class _LocalPass(Pass):
     exchange: StepExchange
     order: str
     is_first: bool
+    devices: Sequence[jax.Device]
 
     def cancel(self) -> None:
         self.exchange.cancel()
@@ -77,6 +81,10 @@ class _LocalPass(Pass):
                 if left:
                     left -= self._skipped(left, step)
                     continue
+                last = max(i for i, count in enumerate(step.counts) if count or not step.total)
+                if any(count < per_replica * n for count in step.counts[:last]):
+                    said = f"batch {step.number} of {self.exchange.what} ({step.sizes})"
+                    warn_of_positions(self.devices, said)
                 states = with_full(step.states, per_replica)
                 yield InputBatch(rows, step.total, per_replica * n, states)
             require_none_left(plan.skip, left)

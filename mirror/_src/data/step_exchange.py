@@ -85,7 +85,8 @@ class Step(NamedTuple):
         largest: Number of examples of the process that has most.
         smallest: Number of examples of the process that has fewest; 0 if its data have ended.
         has_ended: Whether the data of some process have ended.
-        sizes: Number of examples of each process, for messages.
+        counts: Number of examples of each process.
+        sizes: The same, for messages.
         form: Digest of the form.
         is_same: Whether all processes have read the same values.
         states: State of the data of each process, which only the chief knows of others; None if a
@@ -97,6 +98,7 @@ class Step(NamedTuple):
     largest: int
     smallest: int
     has_ended: bool
+    counts: Sequence[int]
     sizes: str
     form: str
     is_same: bool
@@ -265,6 +267,7 @@ class StepExchange:
             "largest": max(sizes),
             "smallest": min(sizes),
             "has_ended": bool(ended),
+            "counts": sizes,
             "sizes": _shown(parts),
             "form": first,
             "states": all(part.state for part in parts) or None,

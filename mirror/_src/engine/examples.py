@@ -1,15 +1,18 @@
 """`example_keys` and `example_mask`: the examples of a batch, whatever the number of replicas."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 
+from mirror._src.base.naming import warn_user
 from mirror._src.base.types import Array, PyTree
 from mirror._src.engine.replica_context import current_replica
 
 _SEPARATE = "threefry2x32"
+_use_keys = set[tuple[jax.Device, ...]]()  # devices of replicas whose steps call `example_keys`
+_padded: dict[tuple[jax.Device, ...], str] = {}  # and batches that pad rows of several processes
 
 
 def example_keys(key: Array, batch: PyTree) -> Array:
@@ -17,7 +20,8 @@ def example_keys(key: Array, batch: PyTree) -> Array:
 
     Dropout, noise and augmentation that use these keys are the same on one device as on eight. In
     contrast, per-replica keys (`replica_context.fold_in`, `nnx.Rngs`) give different samples for
-    every number of replicas. Outside a step, `batch` is the global batch.
+    every number of replicas. Outside a step, `batch` is the global batch. With `input="local"`,
+    padding of one process counts as positions, with a warning.
 
     Args:
         key: A PRNG key of the type `threefry2x32`, JAX's default, the same on all replicas. Pass
@@ -47,7 +51,31 @@ def example_keys(key: Array, batch: PyTree) -> Array:
             f"jax.random.key(0, impl={_SEPARATE!r})."
         )
     positions = jnp.arange(size) if replica is None else replica._positions(size)
+    if replica is not None and replica._in_step:
+        warn_of_positions(replica.devices)
     return jax.vmap(jax.random.fold_in, (None, 0))(key, positions)
+
+
+def warn_of_positions(devices: Sequence[jax.Device], padded: str = "") -> None:
+    """Warns once if keys of examples count padding, for one of the two that is noted.
+
+    Args:
+        devices: Devices of the replicas, on which a step calls `example_keys`.
+        padded: If not, a batch with padding before other examples, in words.
+    """
+    group = tuple(devices)
+    was_noted = group in _use_keys and group in _padded
+    if padded:
+        _padded.setdefault(group, padded)
+    else:
+        _use_keys.add(group)
+    if group in _use_keys and group in _padded and not was_noted:
+        warn_user(
+            "mirror.example_keys counts padding that lies before other examples, so that examples "
+            f"get other keys than on one device: {_padded[group]}. Give each process as many "
+            "examples as its replicas can split evenly, drop the last batch (remainder='drop'), or "
+            "use input='global'."
+        )
 
 
 def _num_rows(name: str, batch: PyTree) -> int:

@@ -326,7 +326,8 @@ def of_constants(value: Any, whole: Any, num_replicas: int) -> Relation:
     if isinstance(value, jax.Ref):
         return unknown
     if value is whole:
-        is_key = jnp.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key)
+        dtype: Any = getattr(value, "dtype", None)
+        is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
         return SAME if is_key or np.ndim(value) or value else ZERO
     try:
         a, b = np.asarray(value), np.asarray(whole)
