@@ -370,12 +370,12 @@ def parts(batches, plan, others):
 
     def mine():
         exchange = StepExchange("local/train.py:7/0/0", "the dataset of train.py:7")
-        reading = local_input._LocalPass(iter(batches), 2, exchange, "", is_first=True)
+        reading = local_input._LocalPass(iter(batches), 2, exchange, "", is_first=True, devices=())
         return list(reading.steps(host_batches(reading.batches, ""), plan))
 
     def other():
         exchange = StepExchange("local/train.py:7/0/0", "the dataset of train.py:7")
-        form = local_input._LocalPass(iter(()), 2, exchange, "", is_first=False)._form
+        form = local_input._LocalPass(iter(()), 2, exchange, "", is_first=False, devices=())._form
         (batch,) = host_batches(iter(batches[:1]), "")
         try:
             for size in others:

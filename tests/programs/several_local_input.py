@@ -52,6 +52,30 @@ def taken(data, **options):
     return steps, shapes
 
 
+# ---- before any other padding
+
+
+@check
+def example_keys_that_count_padding_are_a_warning():
+    """Once, whichever comes first: padding at the end only moves no example."""
+
+    def step(batch, mask):
+        return mirror.all_reduce("sum", len(mirror.example_keys(jax.random.key(0), batch)))
+
+    sizes = [2 * mine] * count, [2 * mine] * last + [1], [1] + [2 * mine] * last
+    said = []
+    for of_process in [*sizes, sizes[2]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            start = sum(of_process[:me])
+            for batch in padded([rows(start, of_process[me])]):
+                strategy.run(step, batch)
+        said.append([str(w.message) for w in caught if "example_keys" in str(w.message)])
+    assert [len(texts) for texts in said] == [0, 0, 1, 0], said
+    assert "batch 0 of the dataset of several_local_input.py:" in said[2][0], said
+    assert f"1 on process 0, {2 * mine} on process 1" in said[2][0], said
+
+
 # ---- steps of unequal parts
 
 
@@ -504,27 +528,6 @@ def losses_that_padding_changes_are_refused_by_all():
         else:
             refused(ValueError, train, loss.__name__, "several_local_input.py", "drop_remainder")
         ours.fit(padded([{"x": rows}]), epochs=1, progress=False)
-
-
-@check
-def example_keys_that_count_padding_are_a_warning():
-    """Once, whichever comes first: padding at the end only moves no example."""
-
-    def step(batch, mask):
-        return mirror.all_reduce("sum", len(mirror.example_keys(jax.random.key(0), batch)))
-
-    sizes = [2 * mine] * count, [2 * mine] * last + [1], [1] + [2 * mine] * last
-    said = []
-    for of_process in [*sizes, sizes[2]]:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            start = sum(of_process[:me])
-            for batch in padded([rows(start, of_process[me])]):
-                strategy.run(step, batch)
-        said.append([str(w.message) for w in caught if "example_keys" in str(w.message)])
-    assert [len(texts) for texts in said] == [0, 0, 1, 0], said
-    assert "batch 0 of the dataset of several_local_input.py:" in said[2][0], said
-    assert f"1 on process 0, {2 * mine} on process 1" in said[2][0], said
 
 
 class FailsAt(mirror.callbacks.Callback):
