@@ -2,6 +2,7 @@
 
 import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -79,15 +80,53 @@ def of_numpy(strategy, batch, times):
     return w
 
 
-def in_place(strategy, batch, times):
-    w = np.zeros(3, np.float32)
+def in_place(dtype):
+    """Returns a loop that changes an array of NumPy in place."""
+
+    def loop(strategy, batch, times):
+        w = np.zeros(3, dtype)
+
+        def step(batch):
+            return w + replica_mean(batch.mean(0))
+
+        for _ in range(times):
+            w[:] = strategy.run(step, (batch,))
+        return w
+
+    return loop
+
+
+def in_inner_program(strategy, batch, times):
+    w = np.zeros(3)
 
     def step(batch):
-        return w + replica_mean(batch.mean(0))
+        return replica_mean(jax.jit(lambda row: w + row)(batch.mean(0)))
 
     for _ in range(times):
-        w[:] = strategy.run(step, (batch,))
+        w = np.asarray(strategy.run(step, (batch,)), np.float64)
     return w
+
+
+def of_integers(strategy, batch, times):
+    count = jnp.zeros(3, jnp.int32)
+
+    def step(batch):
+        return count + replica_mean(batch.mean(0)).astype(jnp.int32)
+
+    for _ in range(times):
+        count = strategy.run(step, (batch,))
+    return count
+
+
+def by_a_number(strategy, batch, times):
+    rate = jnp.float32(1.0)
+
+    def step(batch):
+        return rate * replica_mean(batch.mean(0))
+
+    for _ in range(times):
+        strategy.run(step, (batch,))
+        rate = 0.5
 
 
 def after_some_calls(strategy, batch, times):
@@ -155,7 +194,13 @@ CASES = {
     "attribute": (of_object, "'self.w'", "def step(w, batch), and strategy.run(step, (w, batch))"),
     "item": (of_dict, "'params['w']'", "def step(params, batch)"),
     "numpy": (of_numpy, "'w'", "def step(w, batch)"),
-    "numpy, in place": (in_place, "'w'", "def step(w, batch)"),
+    **{
+        f"{dtype}, in place": (in_place(dtype), "'w'", "def step(w, batch)")
+        for dtype in ("float32", "float64", "int32", "int64", "bool")
+    },
+    "inner program": (in_inner_program, "'w'", "def step(w, batch)"),
+    "integers": (of_integers, "'count'", "def step(count, batch)"),
+    "number": (by_a_number, "'rate'", "def step(rate, batch)"),
     "later": (after_some_calls, "'rate'", "def step(rate, batch, w)"),
 }
 
@@ -195,18 +240,19 @@ def test_assigned_variable_warns_of_nothing(two, name):
 def test_arrays_that_stay_as_they_are_warn_of_nothing(two):
     (batch,) = two.distribute_dataset([DATA])
     mean = two.run(lambda batch: replica_mean(batch.mean(0)), (batch,))
-    history, scales = [], [jnp.ones(3)]
-    unused = jnp.zeros(3)
+    history, scales = [], [jnp.ones(3), np.ones(3)]
+    unused, shape = jnp.zeros(3), np.array([3])
 
     def step(batch):
-        return replica_mean((batch - mean) * scales[0])
+        return replica_mean((batch - mean) * scales[0] * scales[1]).reshape(-1, *shape)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(9):
             history.append(two.run(step, (batch,)))
             mean = mean + 0  # the same values, such as of a cell of a notebook that runs again
-            unused = unused + 1
+            unused, scales[1] = unused + 1, np.ones(3, np.float32)
+            shape += 1
     assert float(unused[0]) == 9
     np.testing.assert_array_equal(history[-1], history[0])
 

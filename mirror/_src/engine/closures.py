@@ -37,17 +37,18 @@ from mirror._src.base.naming import (
     parameter_names,
 )
 from mirror._src.base.tracebacks import is_users, users_function, users_functions
+from mirror._src.base.types import is_numeric
 from mirror._src.engine.nnx.structure import is_object
 from mirror._src.engine.storage import dtype_of, read_value, shape_of
 from mirror._src.engine.variable import Variable
-from mirror._src.jaxprs.equations import arrays_in
+from mirror._src.jaxprs.equations import arrays_in, equations, inner_programs
 
 _DEPTH = 3  # `trainer.state["losses"][0]`
 _MOST_ITEMS = 50  # from each end of a container: a list that a step appends to may be long
 _LARGE = 2**24  # bytes; of larger arrays, no copy is kept to notice a change in place
-_LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, jax.Array, ModuleType)
-
 _NUMBERS = (str, bytes, int, float, complex, np.generic)
+_ARRAYS = (np.ndarray, jax.Array)
+_LEAVES = (*_NUMBERS, type(None), *_ARRAYS, ModuleType)
 
 Named = Iterable[tuple[str, Any]]
 
@@ -259,7 +260,7 @@ class Captures:
 
 
 Captured = Mapping[tuple[str | None, str], Any]
-"""Float arrays and variables from outside its arguments that a step has read, by their names."""
+"""Arrays and variables from outside its arguments that a step has read, by their names."""
 
 
 def captured_arrays(
@@ -269,13 +270,33 @@ def captured_arrays(
     variables: Sequence[Variable],
 ) -> Captured:
     """Returns the arrays and variables that a step has read from outside its arguments."""
-    constants = {_identity(x) for x in [*arrays_in(program), *program.consts, *variables]}
-    constants.discard(None)
+    inner = [x for eqn in equations(program.jaxpr) for x in inner_programs(eqn.params.values())]
+    closed = [x for x in (program, *inner) if isinstance(x, ClosedJaxpr)]
+    values = [*arrays_in(program), *(x for each in closed for x in each.consts), *variables]
+    constants = set(map(_identity, values)) - {None}
     is_own = users_function(fn) is fn and is_our_module(getattr(fn, "__module__", None))
     if not constants or is_own:
         return {}
-    reached = [each for each in _reached(fn, objects) if _identity(each[2]) in constants]
-    return {(name, path): _copy_if_mutable(value) for name, path, value in reached}
+    on_host = [x for x in values if isinstance(x, np.ndarray)]
+    found = {}
+    for name, path, value in _reached(fn, objects):
+        converted = [x for x in on_host if _is_converted(value, x)]
+        if converted or _identity(value) in constants:
+            found[name, path] = converted[0] if converted else _copy_if_mutable(value)
+    return found
+
+
+def _is_converted(value: Any, constant: np.ndarray) -> bool:
+    """Whether JAX has made a constant of an array of NumPy, such as 32 bits of `float64`."""
+    is_other = isinstance(value, np.ndarray) and value.dtype != constant.dtype
+    is_similar = is_other and value.shape == constant.shape and is_numeric(value.dtype)
+    return is_similar and not _differs(constant, value, set())
+
+
+def _canonical(array: np.ndarray) -> np.ndarray:
+    """Returns an array with the dtype that JAX gives it."""
+    with np.errstate(over="ignore"):
+        return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
 def _copy_if_mutable(value: Any) -> Any:
@@ -305,28 +326,27 @@ def stale_array(
 
 
 def _differs(old: Any, new: Any, ids: Set[int]) -> bool:
-    """Whether an array replaces another one and has other values, or a variable another one."""
+    """Whether a value replaces another one and is not equal, or a variable another variable."""
     if isinstance(old, Variable):
         return isinstance(new, Variable) and id(old) in ids and id(new) not in ids
-    if new is old or not _is_float(new) or isinstance(new, jax.core.Tracer):
+    was_array = isinstance(old, _ARRAYS)
+    if new is old or (was_array and not isinstance(new, (*_NUMBERS, *_ARRAYS))):
         return False
     try:
-        return new.dtype != old.dtype or not np.array_equal(new, old, equal_nan=True)
-    except Exception:  # deleted, or on the devices of other processes
+        new = _canonical(new) if isinstance(new, np.ndarray) else new
+        is_other = was_array and isinstance(new, _ARRAYS) and new.dtype != old.dtype
+        return is_other or not np.array_equal(new, old, equal_nan=was_array)
+    except Exception:  # deleted, traced, or on the devices of other processes
         return False
 
 
 def _identity(value: Any) -> object:
-    """Returns what is equal for a float array and its constant in a program; None for others."""
-    if not isinstance(value, Variable) and not _is_float(value):
+    """Returns what is equal for an array and its constant in a program; None for other values."""
+    if not isinstance(value, (*_ARRAYS, Variable)):
         return None
     if not isinstance(value, np.ndarray):
         return id(value)
     return value.ctypes.data, value.shape, value.strides  # of which the constant is a view
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, jax.Array | np.ndarray) and jnp.issubdtype(value.dtype, jnp.inexact)
 
 
 def _message(fn: Callable[..., Any], array: Any, inner: str | None, path: str) -> str:

@@ -61,7 +61,7 @@ class StepProgram:
         may_repeat_rows: Whether a `PerReplica` may be an array that a launch donates.
         label: The name of the step and its line, for messages.
         input_names: The user's names for the inputs; empty until they are needed.
-        captured_arrays: The float arrays and the variables that the step has read from outside.
+        captured_arrays: The arrays and the variables that the step has read from outside.
         attributes: The attributes of static arguments after the trace; see `attributes_of`.
     """
 
