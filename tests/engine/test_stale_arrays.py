@@ -1,6 +1,9 @@
 """A captured array is a constant of the compiled step: one warning if its name is rebound."""
 
+import dataclasses
+import types
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +13,7 @@ import pytest
 from flax import nnx
 
 import mirror
-from tests.support.messages import assert_message
+from tests.support.messages import assert_message, raises
 from tests.support.tables import rows
 
 DATA = np.ones((4, 3), np.float32)
@@ -257,15 +260,33 @@ def test_arrays_that_stay_as_they_are_warn_of_nothing(two):
     np.testing.assert_array_equal(history[-1], history[0])
 
 
-class Options:
+class Part:
+    __slots__ = ("rate", "unset")
+
     def __init__(self):
-        self.scale, self.rates, self.calls = 1.0, {"adam": [0.1, 0.2]}, 0
+        self.rate = 1.0
+
+
+@dataclasses.dataclass(eq=False)
+class Options:
+    scale: float = 1.0
+    rates: Any = dataclasses.field(default_factory=lambda: {"adam": [0.1, 0.2]})
+    calls: int = 0
+    part: Part = dataclasses.field(default_factory=Part)
+    namespace: Any = dataclasses.field(default_factory=lambda: types.SimpleNamespace(depth=1))
+    mask: Any = None
+    seed: Any = 1
+    weight: Any = dataclasses.field(default_factory=lambda: jnp.ones(3))
+    table: Any = dataclasses.field(default_factory=lambda: np.ones(3))
+    parent: Any = None
 
 
 def make_scaled():
     def scaled(batch, options):
         options.calls += 1  # as the step is traced
-        return batch * options.scale * options.rates["adam"][1]
+        options.last = batch
+        batch = batch * options.scale * options.rates["adam"][1] * options.part.rate
+        return batch * options.weight * options.table if batch.shape[-1] == 3 else batch
 
     return scaled
 
@@ -278,6 +299,44 @@ CHANGES = {
         "0.2",
         "3.0",
     ),
+    "slot": (lambda options: setattr(options.part, "rate", 2.0), "options.part.rate", "1.0", "2.0"),
+    "object": (
+        lambda options: setattr(options.namespace, "depth", 2),
+        "options.namespace.depth",
+        "1",
+        "2",
+    ),
+    "number for None": (lambda options: setattr(options, "mask", 2), "options.mask", "None", "2"),
+    "None for a number": (
+        lambda options: setattr(options, "seed", None),
+        "options.seed",
+        "1",
+        "None",
+    ),
+    "array for None": (
+        lambda options: setattr(options, "mask", jnp.ones(3)),
+        "options.mask",
+        "None",
+        "float32[3]",
+    ),
+    "array": (
+        lambda options: setattr(options, "weight", jnp.zeros(3)),
+        "options.weight",
+        "float32[3]",
+        "",
+    ),
+    "numpy": (
+        lambda options: setattr(options, "table", np.zeros(3)),
+        "options.table",
+        "float32[3]",
+        "",
+    ),
+    "numpy, in place": (
+        lambda options: options.table.fill(2),
+        "options.table",
+        "float32[3]",
+        "",
+    ),
 }
 
 
@@ -285,9 +344,10 @@ CHANGES = {
 def test_changed_attribute_of_an_argument_is_one_warning(two, change, path, old, new):
     (batch,) = two.distribute_dataset([DATA])
     options, scaled = Options(), make_scaled()
+    options.parent = options
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(6):
+        for _ in range(4):
             two.run(scaled, (batch, options))
         change(options)
     with pytest.warns(UserWarning, match="constant of the compiled step") as caught:
@@ -303,6 +363,30 @@ def test_changed_attribute_of_an_argument_is_one_warning(two, change, path, old,
         values=[old, new],
         fix=f"strategy.run(scaled, ({path.split('.')[1].partition('[')[0]}, batch, options))",
     )
+
+
+def test_attributes_that_the_step_writes_or_does_not_read_warn_of_nothing(two):
+    options, scaled = Options(), make_scaled()
+    options.losses = options.history = np.zeros(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for k in range(9):
+            for columns in (3, 4):  # the step is traced twice, and counts each trace
+                (batch,) = two.distribute_dataset([np.ones((4, columns), np.float32)])
+                options.losses = two.run(scaled, (batch, options))
+            options.history += k
+            options.weight, options.table = jnp.ones(3), np.ones(3)
+
+
+def test_model_in_a_static_argument_is_rejected(two):
+    (batch,) = two.distribute_dataset([DATA])
+    options = Options(weight=nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+
+    def of_weight(batch, options):
+        return options.weight(batch)
+
+    with raises(ValueError, names="'options.weight'", fix="(weight, batch, options)"):
+        two.run(of_weight, (batch, options))
 
 
 def test_attributes_of_a_new_object_are_used(two):
