@@ -1,7 +1,11 @@
 """A captured array is a constant of the compiled step: one warning if its name is rebound."""
 
+import dataclasses
+import types
 import warnings
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -9,7 +13,7 @@ import pytest
 from flax import nnx
 
 import mirror
-from tests.support.messages import assert_message
+from tests.support.messages import assert_message, raises
 from tests.support.tables import rows
 
 DATA = np.ones((4, 3), np.float32)
@@ -79,15 +83,53 @@ def of_numpy(strategy, batch, times):
     return w
 
 
-def in_place(strategy, batch, times):
-    w = np.zeros(3, np.float32)
+def in_place(dtype):
+    """Returns a loop that changes an array of NumPy in place."""
+
+    def loop(strategy, batch, times):
+        w = np.zeros(3, dtype)
+
+        def step(batch):
+            return w + replica_mean(batch.mean(0))
+
+        for _ in range(times):
+            w[:] = strategy.run(step, (batch,))
+        return w
+
+    return loop
+
+
+def in_inner_program(strategy, batch, times):
+    w = np.zeros(3)
 
     def step(batch):
-        return w + replica_mean(batch.mean(0))
+        return replica_mean(jax.jit(lambda row: w + row)(batch.mean(0)))
 
     for _ in range(times):
-        w[:] = strategy.run(step, (batch,))
+        w = np.asarray(strategy.run(step, (batch,)), np.float64)
     return w
+
+
+def of_integers(strategy, batch, times):
+    count = jnp.zeros(3, jnp.int32)
+
+    def step(batch):
+        return count + replica_mean(batch.mean(0)).astype(jnp.int32)
+
+    for _ in range(times):
+        count = strategy.run(step, (batch,))
+    return count
+
+
+def by_a_number(strategy, batch, times):
+    rate = jnp.float32(1.0)
+
+    def step(batch):
+        return rate * replica_mean(batch.mean(0))
+
+    for _ in range(times):
+        strategy.run(step, (batch,))
+        rate = 0.5
 
 
 def after_some_calls(strategy, batch, times):
@@ -155,7 +197,13 @@ CASES = {
     "attribute": (of_object, "'self.w'", "def step(w, batch), and strategy.run(step, (w, batch))"),
     "item": (of_dict, "'params['w']'", "def step(params, batch)"),
     "numpy": (of_numpy, "'w'", "def step(w, batch)"),
-    "numpy, in place": (in_place, "'w'", "def step(w, batch)"),
+    **{
+        f"{dtype}, in place": (in_place(dtype), "'w'", "def step(w, batch)")
+        for dtype in ("float32", "float64", "int32", "int64", "bool")
+    },
+    "inner program": (in_inner_program, "'w'", "def step(w, batch)"),
+    "integers": (of_integers, "'count'", "def step(count, batch)"),
+    "number": (by_a_number, "'rate'", "def step(rate, batch)"),
     "later": (after_some_calls, "'rate'", "def step(rate, batch, w)"),
 }
 
@@ -195,31 +243,50 @@ def test_assigned_variable_warns_of_nothing(two, name):
 def test_arrays_that_stay_as_they_are_warn_of_nothing(two):
     (batch,) = two.distribute_dataset([DATA])
     mean = two.run(lambda batch: replica_mean(batch.mean(0)), (batch,))
-    history, scales = [], [jnp.ones(3)]
-    unused = jnp.zeros(3)
+    history, scales = [], [jnp.ones(3), np.ones(3)]
+    unused, shape = jnp.zeros(3), np.array([3])
 
     def step(batch):
-        return replica_mean((batch - mean) * scales[0])
+        return replica_mean((batch - mean) * scales[0] * scales[1]).reshape(-1, *shape)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(9):
             history.append(two.run(step, (batch,)))
             mean = mean + 0  # the same values, such as of a cell of a notebook that runs again
-            unused = unused + 1
+            unused, scales[1] = unused + 1, np.ones(3, np.float32)
+            shape += 1
     assert float(unused[0]) == 9
     np.testing.assert_array_equal(history[-1], history[0])
 
 
-class Options:
+class Part:
+    __slots__ = ("rate", "unset")
+
     def __init__(self):
-        self.scale, self.rates, self.calls = 1.0, {"adam": [0.1, 0.2]}, 0
+        self.rate = 1.0
+
+
+@dataclasses.dataclass(eq=False)
+class Options:
+    scale: float = 1.0
+    rates: Any = dataclasses.field(default_factory=lambda: {"adam": [0.1, 0.2]})
+    calls: int = 0
+    part: Part = dataclasses.field(default_factory=Part)
+    namespace: Any = dataclasses.field(default_factory=lambda: types.SimpleNamespace(depth=1))
+    mask: Any = None
+    seed: Any = 1
+    weight: Any = dataclasses.field(default_factory=lambda: jnp.ones(3))
+    table: Any = dataclasses.field(default_factory=lambda: np.ones(3))
+    parent: Any = None
 
 
 def make_scaled():
     def scaled(batch, options):
         options.calls += 1  # as the step is traced
-        return batch * options.scale * options.rates["adam"][1]
+        options.last = batch
+        batch = batch * options.scale * options.rates["adam"][1] * options.part.rate
+        return batch * options.weight * options.table if batch.shape[-1] == 3 else batch
 
     return scaled
 
@@ -232,6 +299,44 @@ CHANGES = {
         "0.2",
         "3.0",
     ),
+    "slot": (lambda options: setattr(options.part, "rate", 2.0), "options.part.rate", "1.0", "2.0"),
+    "object": (
+        lambda options: setattr(options.namespace, "depth", 2),
+        "options.namespace.depth",
+        "1",
+        "2",
+    ),
+    "number for None": (lambda options: setattr(options, "mask", 2), "options.mask", "None", "2"),
+    "None for a number": (
+        lambda options: setattr(options, "seed", None),
+        "options.seed",
+        "1",
+        "None",
+    ),
+    "array for None": (
+        lambda options: setattr(options, "mask", jnp.ones(3)),
+        "options.mask",
+        "None",
+        "float32[3]",
+    ),
+    "array": (
+        lambda options: setattr(options, "weight", jnp.zeros(3)),
+        "options.weight",
+        "float32[3]",
+        "",
+    ),
+    "numpy": (
+        lambda options: setattr(options, "table", np.zeros(3)),
+        "options.table",
+        "float32[3]",
+        "",
+    ),
+    "numpy, in place": (
+        lambda options: options.table.fill(2),
+        "options.table",
+        "float32[3]",
+        "",
+    ),
 }
 
 
@@ -239,9 +344,10 @@ CHANGES = {
 def test_changed_attribute_of_an_argument_is_one_warning(two, change, path, old, new):
     (batch,) = two.distribute_dataset([DATA])
     options, scaled = Options(), make_scaled()
+    options.parent = options
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(6):
+        for _ in range(4):
             two.run(scaled, (batch, options))
         change(options)
     with pytest.warns(UserWarning, match="constant of the compiled step") as caught:
@@ -257,6 +363,30 @@ def test_changed_attribute_of_an_argument_is_one_warning(two, change, path, old,
         values=[old, new],
         fix=f"strategy.run(scaled, ({path.split('.')[1].partition('[')[0]}, batch, options))",
     )
+
+
+def test_attributes_that_the_step_writes_or_does_not_read_warn_of_nothing(two):
+    options, scaled = Options(), make_scaled()
+    options.losses = options.history = np.zeros(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for k in range(9):
+            for columns in (3, 4):  # the step is traced twice, and counts each trace
+                (batch,) = two.distribute_dataset([np.ones((4, columns), np.float32)])
+                options.losses = two.run(scaled, (batch, options))
+            options.history += k
+            options.weight, options.table = jnp.ones(3), np.ones(3)
+
+
+def test_model_in_a_static_argument_is_rejected(two):
+    (batch,) = two.distribute_dataset([DATA])
+    options = Options(weight=nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+
+    def of_weight(batch, options):
+        return options.weight(batch)
+
+    with raises(ValueError, names="'options.weight'", fix="(weight, batch, options)"):
+        two.run(of_weight, (batch, options))
 
 
 def test_attributes_of_a_new_object_are_used(two):

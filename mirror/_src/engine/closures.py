@@ -11,12 +11,14 @@ contains names of attributes: for `x.model`, it returns the global `model`. Call
 where an extra object does no harm. Delete the guess once the jaxpr says where a constant is from.
 """
 
+import argparse
 import contextlib
 import functools
+import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from types import CellType, CodeType, FrameType, ModuleType
+from types import CellType, CodeType, FrameType, ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import jax
@@ -30,26 +32,29 @@ from mirror._src.base.keras_library import STATELESS_CALL, has_variables, librar
 from mirror._src.base.naming import (
     code_of,
     is_our_module,
-    keys,
     layers_of,
     leaf_names,
     name_of,
     parameter_names,
 )
 from mirror._src.base.tracebacks import is_users, users_function, users_functions
+from mirror._src.base.types import is_numeric
+from mirror._src.engine.arguments import Call
 from mirror._src.engine.nnx.structure import is_object
 from mirror._src.engine.storage import dtype_of, read_value, shape_of
 from mirror._src.engine.variable import Variable
-from mirror._src.jaxprs.equations import arrays_in
+from mirror._src.jaxprs.equations import arrays_in, equations, inner_programs
 
 _DEPTH = 3  # `trainer.state["losses"][0]`
 _MOST_ITEMS = 50  # from each end of a container: a list that a step appends to may be long
 _LARGE = 2**24  # bytes; of larger arrays, no copy is kept to notice a change in place
-_LEAVES = (str, bytes, int, float, complex, type(None), np.ndarray, jax.Array, ModuleType)
-
+_MOST_ATTRIBUTES = 500  # of a static argument, which each call compares
 _NUMBERS = (str, bytes, int, float, complex, np.generic)
+_ARRAYS = (np.ndarray, jax.Array)
+_LEAVES = (*_NUMBERS, type(None), *_ARRAYS, ModuleType)
 
 Named = Iterable[tuple[str, Any]]
+Items = Callable[[str, Any], list[tuple[str, Any]]]
 
 
 def reachable(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
@@ -57,20 +62,22 @@ def reachable(fn: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     yield from _expanded(referenced(fn), set(), _DEPTH)
 
 
-def _reached(
-    fn: Callable[..., Any], objects: Sequence[Any]
-) -> Iterator[tuple[str | None, str, Any]]:
+def _reached(call: Call) -> Iterator[tuple[str | None, str, Any]]:
     """Yields what a step can reach: names of functions, None for the step itself; paths; values.
 
-    Besides the step, these are the other functions of a trainer, and functions in the objects of
-    the call: methods of a model, and the schedule of an optimizer.
+    Besides the step, these are the other functions of a trainer, static arguments, and functions in
+    the objects of the call: methods of a model, and the schedule of an optimizer.
     """
-    functions = users_functions(fn)
+    functions = users_functions(call.fn)
     for each in reversed(functions):  # a named loss calls metrics
-        name = None if each is fn else name_of(each)
+        name = None if each is call.fn else name_of(each)
         yield from ((name, path, value) for path, value in reachable(each))
     seen = set(map(id, functions))
-    for attributes, node in nnx.iter_graph(objects):
+    names = leaf_names(call.fn, call.tree) if call.layout.static else []
+    static = [(names[i], call.leaves[i]) for i in call.layout.static]
+    static = [(name, each) for name, each in static if callable(each) or _has_users_class(each)]
+    yield from ((None, path, value) for path, value in _expanded(static, seen, _DEPTH))
+    for attributes, node in nnx.iter_graph(call.objects):
         if isinstance(node, (nnx.Variable, *_LEAVES)) or not (is_object(node) or callable(node)):
             continue
         name = type(node).__name__ if is_object(node) else ".".join(map(str, attributes[1:]))
@@ -147,7 +154,9 @@ def _expanded(named: Named, seen: set[int], depth: int) -> Iterator[tuple[str, A
     return ((chain[-1], value) for chain, value in _chains(named, seen, depth))
 
 
-def _chains(named: Named, seen: set[int], depth: int) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _chains(
+    named: Named, seen: set[int], depth: int, contained: Items | None = None
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields the same values with the paths of what contains them, outermost first."""
     level = [((path,), value) for path, value in named]
     for remaining in reversed(range(depth + 1)):
@@ -159,13 +168,14 @@ def _chains(named: Named, seen: set[int], depth: int) -> Iterator[tuple[tuple[st
             seen.add(id(value))
             yield chain, value
             if remaining and not is_leaf:
-                inner += [((*chain, path), each) for path, each in _items(chain[-1], value)]
+                items = _items(chain[-1], value, contained)
+                inner += [((*chain, path), each) for path, each in items]
         level = inner
 
 
-def _items(path: str, value: Any) -> list[tuple[str, Any]]:
+def _items(path: str, value: Any, contained: Items | None = None) -> list[tuple[str, Any]]:
     try:
-        return _contained(path, value)
+        return (contained or _contained)(path, value)
     except Exception:  # a proxy whose attributes raise
         return []
 
@@ -187,8 +197,15 @@ def _contained(path: str, value: Any) -> list[tuple[str, Any]]:
     owners = [cls for cls in reversed(classes) if _is_users(sys.modules.get(cls.__module__))]
     attributes = {name: item for cls in owners for name, item in vars(cls).items()}
     if not isinstance(value, type):
-        attributes |= getattr(value, "__dict__", {})
+        attributes |= _attributes(value)
     return [(f"{path}.{name}", attributes[name]) for name in _ends(list(attributes))]
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Returns the attributes that an object itself has, in its dict and in slots."""
+    state = object.__getstate__(value)
+    in_dict, in_slots = state if isinstance(state, tuple) else (state, None)
+    return {**(in_dict or {}), **(in_slots or {})}
 
 
 def _inside_library(fn: Callable[..., Any]) -> list[tuple[str, Any]]:
@@ -218,6 +235,10 @@ def _is_users(module: ModuleType | None) -> bool:
     file = getattr(module, "__file__", None)
     name = getattr(module, "__name__", "")
     return is_users(file) if file else name not in sys.stdlib_module_names
+
+
+def _has_users_class(value: Any) -> bool:
+    return _is_users(sys.modules.get(type(value).__module__))
 
 
 class Captures:
@@ -259,23 +280,39 @@ class Captures:
 
 
 Captured = Mapping[tuple[str | None, str], Any]
-"""Float arrays and variables from outside its arguments that a step has read, by their names."""
+"""Arrays and variables that a step has read and not received as arguments, by their names."""
 
 
-def captured_arrays(
-    fn: Callable[..., Any],
-    objects: Sequence[Any],
-    program: ClosedJaxpr,
-    variables: Sequence[Variable],
-) -> Captured:
-    """Returns the arrays and variables that a step has read from outside its arguments."""
-    constants = {_identity(x) for x in [*arrays_in(program), *program.consts, *variables]}
-    constants.discard(None)
+def captured_arrays(call: Call, program: ClosedJaxpr) -> Captured:
+    """Returns the arrays and variables that a step has read and not received as arguments."""
+    fn = call.fn
+    inner = [x for eqn in equations(program.jaxpr) for x in inner_programs(eqn.params.values())]
+    closed = [x for x in (program, *inner) if isinstance(x, ClosedJaxpr)]
+    values = [*arrays_in(program), *(x for each in closed for x in each.consts), *call.captured]
+    constants = set(map(_identity, values)) - {None}
     is_own = users_function(fn) is fn and is_our_module(getattr(fn, "__module__", None))
     if not constants or is_own:
         return {}
-    reached = [each for each in _reached(fn, objects) if _identity(each[2]) in constants]
-    return {(name, path): _copy_if_mutable(value) for name, path, value in reached}
+    on_host = [x for x in values if isinstance(x, np.ndarray)]
+    found = {}
+    for name, path, value in _reached(call):
+        converted = [x for x in on_host if _is_converted(value, x)]
+        if converted or _identity(value) in constants:
+            found[name, path] = converted[0] if converted else _copy_if_mutable(value)
+    return found
+
+
+def _is_converted(value: Any, constant: np.ndarray) -> bool:
+    """Whether JAX has made a constant of an array of NumPy, such as 32 bits of `float64`."""
+    is_other = isinstance(value, np.ndarray) and value.dtype != constant.dtype
+    is_similar = is_other and value.shape == constant.shape and is_numeric(value.dtype)
+    return is_similar and not _differs(constant, value)
+
+
+def _canonical(array: np.ndarray) -> np.ndarray:
+    """Returns an array with the dtype that JAX gives it."""
+    with np.errstate(over="ignore"):
+        return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
 def _copy_if_mutable(value: Any) -> Any:
@@ -283,50 +320,44 @@ def _copy_if_mutable(value: Any) -> Any:
     return value.copy() if is_mutable else value
 
 
-def stale_array(
-    fn: Callable[..., Any],
-    objects: Sequence[Any],
-    captured: Captured,
-    variables: Sequence[Variable],
-) -> str | None:
+def stale_array(call: Call, captured: Captured) -> str | None:
     """Returns the message for a captured array whose name refers to another array now, or None.
 
     Or for a variable, if the call has the old one in place of the new one.
     """
-    ids = set(map(id, variables))
+    ids = set(map(id, call.captured))
     now: dict[Any, list[Any]] = defaultdict(list)
-    for name, path, value in _reached(fn, objects):
+    for name, path, value in _reached(call):
         if (name, path) in captured:
             now[name, path].append(value)
     for key, values in now.items():
         if all(_differs(captured[key], value, ids) for value in values):
-            return _message(fn, captured[key], *key)
+            return _message(call.fn, captured[key], *key)
     return None
 
 
-def _differs(old: Any, new: Any, ids: Set[int]) -> bool:
-    """Whether an array replaces another one and has other values, or a variable another one."""
+def _differs(old: Any, new: Any, ids: Set[int] = frozenset()) -> bool:
+    """Whether a value replaces another one and is not equal, or a variable another variable."""
     if isinstance(old, Variable):
         return isinstance(new, Variable) and id(old) in ids and id(new) not in ids
-    if new is old or not _is_float(new) or isinstance(new, jax.core.Tracer):
+    was_array = isinstance(old, _ARRAYS)
+    if new is old or (was_array and not isinstance(new, (*_NUMBERS, *_ARRAYS))):
         return False
     try:
-        return new.dtype != old.dtype or not np.array_equal(new, old, equal_nan=True)
-    except Exception:  # deleted, or on the devices of other processes
+        new = _canonical(new) if isinstance(new, np.ndarray) else new
+        is_other = was_array and isinstance(new, _ARRAYS) and new.dtype != old.dtype
+        return is_other or not np.array_equal(new, old, equal_nan=was_array)
+    except Exception:  # deleted, traced, or on the devices of other processes
         return False
 
 
 def _identity(value: Any) -> object:
-    """Returns what is equal for a float array and its constant in a program; None for others."""
-    if not isinstance(value, Variable) and not _is_float(value):
+    """Returns what is equal for an array and its constant in a program; None for other values."""
+    if not isinstance(value, (*_ARRAYS, Variable)):
         return None
     if not isinstance(value, np.ndarray):
         return id(value)
     return value.ctypes.data, value.shape, value.strides  # of which the constant is a view
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, jax.Array | np.ndarray) and jnp.issubdtype(value.dtype, jnp.inexact)
 
 
 def _message(fn: Callable[..., Any], array: Any, inner: str | None, path: str) -> str:
@@ -342,47 +373,62 @@ def _message(fn: Callable[..., Any], array: Any, inner: str | None, path: str) -
         fix = _as_argument(fn, name, path.rpartition(".")[2].partition("[")[0])
     return (
         f"{name} still uses the first {path!r}, {describe(array)}, and ignores its new value: an "
-        "array that a step reads from outside its arguments is a constant of the compiled step. "
+        "array that a step does not receive as an argument is a constant of the compiled step. "
         f"{fix}"
     )
 
 
-Attributes = Mapping[int, Mapping[Any, Any]]
-"""Numbers and texts in the attributes of static arguments, by position of the leaf, and path."""
+Attributes = Mapping[int, Mapping[str, Any]]
+"""What the attributes of static arguments hold, by position of the leaf, and path."""
 
 
 def attributes_of(static: Iterable[int], leaves: Sequence[Any]) -> Attributes:
     """Returns the attributes of the static arguments that are equal only to themselves."""
     found = {}
     for i in static:
-        kind = type(leaves[i])
-        is_itself = kind.__hash__ is object.__hash__ and hasattr(leaves[i], "__dict__")
-        if is_itself and _is_users(sys.modules.get(kind.__module__)):
-            found[i] = _numbers(vars(leaves[i]))
+        if type(leaves[i]).__hash__ is object.__hash__ and _has_users_class(leaves[i]):
+            chains = _chains([("", leaves[i])], set(), 2 * _DEPTH, _data_in)
+            chains = itertools.islice(chains, _MOST_ATTRIBUTES)
+            found[i] = {chain[-1]: x for chain, x in chains if isinstance(x, _LEAVES)}
     return found
 
 
-def _numbers(attributes: dict[str, Any]) -> dict[Any, Any]:
-    is_leaf = lambda value: type(value) not in (dict, list, tuple)  # noqa: E731
-    try:
-        leaves = jax.tree_util.tree_leaves_with_path(attributes, is_leaf=is_leaf)
-    except Exception:  # a dict with keys of several types
-        return {}
-    return {path: value for path, value in leaves if isinstance(value, _NUMBERS)}
+def _data_in(path: str, value: Any) -> list[tuple[str, Any]]:
+    """Returns what a container or an object of the user contains, except what its class does."""
+    if isinstance(value, list | tuple | dict):
+        return _contained(path, value)
+    is_data = isinstance(value, SimpleNamespace | argparse.Namespace) or _has_users_class(value)
+    if is_object(value) or not is_data:
+        return []
+    return [(f"{path}.{name}", item) for name, item in _attributes(value).items()]
 
 
-def changed_attribute(
-    fn: Callable[..., Any], tree: Any, leaves: Sequence[Any], before: Attributes
-) -> str | None:
+def unwritten(before: Attributes, after: Attributes) -> Attributes:
+    """Returns the numbers, texts and None in attributes that a trace has not written."""
+    return {
+        i: {
+            path: value
+            for path, value in found.items()
+            if not isinstance(value, (*_ARRAYS, ModuleType))
+            and before[i].get(path, before) is value
+        }
+        for i, found in after.items()
+    }
+
+
+def changed_attribute(call: Call, before: Attributes) -> str | None:
     """Returns the message for an attribute that has another value than in the trace, or None."""
-    for i, now in attributes_of(before, leaves).items():
+    fn = call.fn
+    for i, now in attributes_of(before, call.leaves).items():
         for path, old in before[i].items():
-            if path in now and now[path] != old:
-                head, name = leaf_names(fn, tree)[i], path[0].key
+            if _differs(old, now.get(path, old)):
+                name = path[1:].partition(".")[0].partition("[")[0]
+                new = now[path]
+                new = describe(new) if isinstance(new, _ARRAYS) else repr(new)
                 return (
-                    f"{name_of(fn)} still uses the first {head}.{name}{keys(path[1:])}, {old!r}, "
-                    f"and ignores its new value, {now[path]!r}: what a step reads from an object "
-                    "that is not a pytree is a constant of the compiled step. "
+                    f"{name_of(fn)} still uses the first {leaf_names(fn, call.tree)[i]}{path}, "
+                    f"{old!r}, and ignores its new value, {new}: what a step reads from an "
+                    "object that is not a pytree is a constant of the compiled step. "
                     f"{_as_argument(fn, name_of(fn), name)}"
                 )
     return None
@@ -401,26 +447,24 @@ def require_nothing_bound(fn: Callable[..., Any]) -> None:
             raise ValueError(_capture_message(fn, f"the nnx object {what}"))
 
 
-def require_nothing_captured(
-    fn: Callable[..., Any], objects: Sequence[Any], constants: Sequence[Any]
-) -> None:
+def require_nothing_captured(call: Call, constants: Sequence[Any]) -> None:
     """Rejects a step that has read nnx or Keras variables that are not among its arguments.
 
     The array that such a variable holds during the trace would be a constant of the program.
 
     Args:
-        fn: The step.
-        objects: The nnx objects among its arguments.
+        call: The call.
         constants: Constants of its trace.
 
     Raises:
         ValueError: If a variable that the step can reach by names holds one of the constants.
     """
+    fn = call.fn
     for constant in constants:
         if isinstance(constant, jax.core.Tracer):
             raise ValueError(stale_message(fn, constant))
     ids = {id(constant) for constant in constants if isinstance(constant, jax.Array)}
-    for name, path, value in _reached(fn, objects) if ids else ():
+    for name, path, value in _reached(call) if ids else ():
         if library() is not None and has_variables(value):
             if any(id(variable.value) in ids for variable in variables_of(value)):
                 raise ValueError(

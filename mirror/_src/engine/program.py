@@ -61,7 +61,7 @@ class StepProgram:
         may_repeat_rows: Whether a `PerReplica` may be an array that a launch donates.
         label: The name of the step and its line, for messages.
         input_names: The user's names for the inputs; empty until they are needed.
-        captured_arrays: The float arrays and the variables that the step has read from outside.
+        captured_arrays: The arrays and the variables that the step reads and does not receive.
         attributes: The attributes of static arguments after the trace; see `attributes_of`.
     """
 
@@ -115,7 +115,7 @@ class StepProgram:
         self.identity = self.origins = ""
         self.label = f"{step.name} ({replica_program.line})" if replica_program.line else step.name
         self.input_names: list[str] = []
-        self.captured_arrays = captured_arrays(call.fn, call.objects, traced.jaxpr, call.captured)
+        self.captured_arrays = captured_arrays(call, traced.jaxpr)
         self.attributes = step.attributes
         self._results = slice(len(plan.changed), len(plan.changed) + len(step.out_names))
         self._replaces_all = plan.changed == list(range(step.num_state))

@@ -28,6 +28,7 @@ from mirror._src.engine.closures import (
     keeps_keras,
     require_nothing_bound,
     require_nothing_captured,
+    unwritten,
 )
 from mirror._src.engine.failed_trace import explain_failed_trace
 from mirror._src.engine.mesh import require_no_mapping
@@ -285,6 +286,7 @@ def trace_step(
     require_no_constants(call.fn, call.tree, call.layout, call.leaves)
     require_nothing_bound(call.fn)
     function = ReplicaFunction(group, axis_name, call, types)
+    before = attributes_of(call.layout.static, call.leaves)
     try:
         with keeps_keras(call.fn):
             jaxpr = trace(function.flat, types, group.num_replicas_in_sync, axis_name)
@@ -297,7 +299,7 @@ def trace_step(
     if function.new_captures:
         raise VariablesFound(function.new_captures)
     function.release()
-    function.attributes = attributes_of(call.layout.static, call.leaves)
-    require_nothing_captured(call.fn, call.objects, list(arrays_in(jaxpr)))
+    function.attributes = unwritten(before, attributes_of(before, call.leaves))
+    require_nothing_captured(call, list(arrays_in(jaxpr)))
     traced = known[key] = TracedStep(function, jaxpr, context)
     return traced

@@ -175,12 +175,9 @@ class Runner:
                     captured, runs = program.captured_arrays, program.runs
                     # At 1, 2, 4, 8, ... runs: a look takes longer than a call of a small step.
                     if captured and runs and not runs & (runs - 1):
-                        text = stale_array(fn, call.objects, captured, call.captured)
-                        step.warn("stale", text)
-                    if program.attributes:
-                        before = program.attributes
-                        text = changed_attribute(fn, call.tree, call.leaves, before)
-                        step.warn("attributes", text)
+                        step.warn("stale", stale_array(call, captured))
+                    if program.attributes and "attributes" not in step.warned:
+                        step.warn("attributes", changed_attribute(call, program.attributes))
                     try:
                         ready = self._placer.copy_repeated(call, leaves, program, prepared)
                         if prepared.unexpected is None or prepared.unexpected:
