@@ -44,6 +44,7 @@ from mirror._src.engine.nnx.structure import is_object
 from mirror._src.engine.storage import dtype_of, read_value, shape_of
 from mirror._src.engine.variable import Variable
 from mirror._src.jaxprs.equations import arrays_in, equations, inner_programs
+from mirror._src.jaxprs.primitives import SIMPLE
 
 _DEPTH = 3  # `trainer.state["losses"][0]`
 _MOST_ITEMS = 50  # from each end of a container: a list that a step appends to may be long
@@ -286,7 +287,8 @@ Captured = Mapping[tuple[str | None, str], Any]
 def captured_arrays(call: Call, program: ClosedJaxpr) -> Captured:
     """Returns the arrays and variables that a step has read and not received as arguments."""
     fn = call.fn
-    inner = [x for eqn in equations(program.jaxpr) for x in inner_programs(eqn.params.values())]
+    eqns = [eqn for eqn in equations(program.jaxpr) if eqn.primitive.name not in SIMPLE]
+    inner = [x for eqn in eqns for x in inner_programs(eqn.params.values())]
     closed = [x for x in (program, *inner) if isinstance(x, ClosedJaxpr)]
     values = [*arrays_in(program), *(x for each in closed for x in each.consts), *call.captured]
     constants = set(map(_identity, values)) - {None}
