@@ -223,6 +223,61 @@ def test_restore_keeps_weak_types(eight):
     assert [x.weak_type for x in found] == [True, True]
 
 
+class Weak(MLP):
+    """Has weakly typed arrays: until the first update, always, and from the first step on."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.trained = nnx.Param(jnp.asarray(1.3))
+        self.scale = nnx.Variable(jnp.full(2**16, 1.3))  # so large that it may be stored in slices
+        self.bits = nnx.Variable(jnp.full((3, 2), 0.0).at[...].set(ODD_BITS))
+        self.changed = nnx.Variable(jnp.float32(1.3))
+
+    def __call__(self, x):
+        self.changed[...] = jnp.asarray(1.1)
+        return super().__call__(x) * self.trained[...]
+
+
+# NaN that numbers of Python would change, denormal numbers, and the negative zero
+ODD_BITS = np.asarray([0x7FC12345, 0x7F812345, 0xFF800001, 1, 0x80000000, 0], np.uint32)
+ODD_BITS = ODD_BITS.view(np.float32).reshape(3, 2)
+
+
+def weak_names(trainer) -> list[str]:
+    """Returns the names of the weakly typed arrays."""
+    found = inside.checkpoint_state(trainer)[0]
+    return [name for name, x in found.items() if jax.typeof(x).weak_type]
+
+
+@pytest.mark.parametrize("shard", ["none", "model"])
+def test_restore_keeps_the_weak_types_of_the_checkpoint(tmp_path, shard):
+    strategy = cpu_strategy(2, shard=shard)
+    trainer, other = (a_trainer(Weak, strategy=strategy) for _ in range(2))
+    at_first = weak_names(trainer)
+    fit(trainer, 1, data=list(shuffled())[:3])
+    weak = weak_names(trainer)
+    assert weak == ["model.bits", "model.changed", "model.scale"]
+    assert ("model.trained" in at_first, "model.changed" in at_first) == (True, False)
+    trainer.save(tmp_path)
+    other.restore(tmp_path)
+    assert weak_names(other) == weak
+    assert differing(arrays_of(other), arrays_of(trainer)) == []
+    assert same(other.model.bits[...], ODD_BITS)
+    layouts = [each.model.scale[...].sharding for each in (trainer, other)]
+    assert [each.is_fully_replicated for each in layouts] == [shard == "none"] * 2
+
+
+def test_restore_of_a_checkpoint_without_weak_types_keeps_weak_numbers(tmp_path):
+    """Checkpoints of earlier versions do not contain them."""
+    trainer, other = a_trainer(Weak), a_trainer(Weak)
+    saved, position = inside.checkpoint_state(trainer)
+    del position["weak"]
+    with inside.checkpoint_store()(tmp_path) as store:
+        store.save(0, saved, position)
+    other.restore(tmp_path)
+    assert [name for name in weak_names(other) if name.startswith("model.")] == ["model.trained"]
+
+
 def test_restore_supports_bare_arrays(tmp_path):
     class Bare(MLP):
         def __init__(self, rngs):

@@ -775,7 +775,7 @@ class Trainer(Generic[M]):
         self._require_no_fit("restore")
         with self._using("restore"):
             position, saved = self._read(directory, step)
-            arrays = snapshot.placed(self._objects, saved, self._local._replicas)
+            arrays = snapshot.placed(self._objects, saved, position.weak, self._local._replicas)
             with interrupts.DeferredInterrupts():  # all or nothing
                 if self.loss_scale is not None:  # which a training without one does not save
                     self.loss_scale.reset()
@@ -809,7 +809,9 @@ class Trainer(Generic[M]):
                 self._loop.collect()
                 self._loop.remember_callbacks()
             self._position.bits = bits_of(self._local._replicas)
-            return snapshot.read(self._objects), self._position.to_dict()
+            arrays = snapshot.read(self._objects)
+            self._position.weak = snapshot.weak_names(arrays)
+            return arrays, self._position.to_dict()
 
     @contextlib.contextmanager
     def _using(self, method: str) -> Iterator[None]:
