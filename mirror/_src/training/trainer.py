@@ -423,9 +423,9 @@ class Trainer(Generic[M]):
             seed: Seed of the shuffle, as for `mirror.data.from_arrays`. Defaults to 0.
             callbacks: One or several `mirror.callbacks.Callback` objects.
             initial_epoch: Epoch to start with, regardless of earlier training.
-            steps_per_epoch: Number of batches per epoch, for data without an end. Each epoch starts
-                a pass, and another one if the data end earlier; an iterator is continued. Defaults
-                to a whole pass over the data.
+            steps_per_epoch: Number of batches per epoch, for data without an end. An epoch
+                continues the pass of the epoch before, and starts another one when the data end.
+                Defaults to a whole pass over the data.
             validation_steps: Number of batches to evaluate after each epoch, from the start of
                 `validation_data`; an iterator is continued. Defaults to all batches.
             progress: Whether to show a progress bar, unless `callbacks` contains one.
