@@ -532,6 +532,82 @@ def test_resume_works_on_another_number_of_replicas(subtests, tmp_path_factory, 
                 np.testing.assert_allclose(history[name], wanted_history[name], rtol=1e-5)
 
 
+class Seen(callbacks.Callback):
+    """Adds the number of epochs that it has seen to the metrics, and fails once, perhaps."""
+
+    def __init__(self, fails_at: int = 0):
+        self.count, self.fails_at = 0, fails_at
+
+    def on_epoch_end(self, fit, logs):
+        self.count += 1
+        if self.count == self.fails_at:
+            raise LookupError("of the test")
+        logs["seen"] = self.count
+
+    def to_dict(self):
+        return {"count": self.count}
+
+    def from_dict(self, state):
+        self.count = state["count"]
+
+
+class Saves(callbacks.Callback):
+    """Saves at the end of each epoch, and calls a function then."""
+
+    def __init__(self, directory, then=lambda: None):
+        self.directory, self.then = directory, then
+
+    def on_epoch_end(self, fit, logs):
+        fit.trainer.save(self.directory)
+        assert mirror.load_checkpoint(self.directory).step == fit.position.step
+        self.then()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("fails_at", [0, 2])
+def test_save_at_the_end_of_an_epoch_loses_no_callback(tmp_path, is_first, fails_at):
+    """Also if a callback after it fails: then the epoch has not ended."""
+    wanted = fit(new_trainer(), 3, Seen())
+    seen, saves = Seen(fails_at), Saves(tmp_path)
+    ends = pytest.raises(LookupError) if fails_at else contextlib.nullcontext()
+    with ends:
+        fit(new_trainer(), 2, *([saves, seen] if is_first else [seen, saves]))
+    trainer = new_trainer()
+    trainer.restore(tmp_path)
+    ended = mirror.load_checkpoint(tmp_path).position["epoch"]
+    assert ended == (1 if fails_at else 2)
+    assert without_seconds(fit(trainer, 3, Seen())) == without_seconds(wanted)
+    assert wanted["seen"] == [1, 2, 3]
+
+
+def test_save_at_the_end_of_an_epoch_that_fails_keeps_what_decides_the_bits(tmp_path):
+    trainer = a_trainer(strategy=cpu_strategy(2, replicas=2))
+    with pytest.raises(LookupError):
+        fit(trainer, 1, Saves(tmp_path), Seen(fails_at=1))
+    position = mirror.load_checkpoint(tmp_path).position
+    assert (position["epoch"], position["bits"]["replicas"]) == (0, "2")
+
+
+def test_save_at_the_end_of_an_epoch_keeps_the_arrays_that_were_saved(tmp_path):
+    """As with `ema.weights(trainer)`; and a file that was moved away is not written again."""
+    trainer = new_trainer()
+
+    class Averages(callbacks.Callback):
+        def on_epoch_end(self, fit, logs):
+            kernel = trainer.model.first.kernel
+            own, kernel[...] = kernel[...], kernel[...] * 0
+            trainer.save(tmp_path / "averages")
+            kernel[...] = own
+
+    moved = Saves(tmp_path / "new", lambda: os.rename(tmp_path / "new", tmp_path / "old"))
+    fit(trainer, 1, Averages(), moved, Seen())
+    found = mirror.load_checkpoint(tmp_path / "averages")
+    assert not found.arrays["model.first.kernel"].any()
+    assert found.position["callbacks"] == {"Seen 1": {"count": 1}}
+    assert trainer.model.first.kernel[...].any()
+    assert sorted(os.listdir(tmp_path)) == ["averages", "old"]
+
+
 def test_finished_training_has_nothing_to_resume(tmp_path):
     wanted, trainer = uninterrupted(Noisy, 2), new_trainer(Noisy)
     history, end = fit(trainer, 2, callbacks.Checkpoint(tmp_path)), arrays_of(trainer)

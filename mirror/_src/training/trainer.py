@@ -35,7 +35,7 @@ from mirror._src.training import steps
 from mirror._src.training.callbacks.callback import Callback, require_callbacks
 from mirror._src.training.callbacks.progress_bar import ProgressBar
 from mirror._src.training.checkpoints import snapshot
-from mirror._src.training.checkpoints.directory import find_checkpoint
+from mirror._src.training.checkpoints.directory import find_checkpoint, path_of
 from mirror._src.training.checkpoints.from_chief import BroadcastRestore
 from mirror._src.training.checkpoints.store import CheckpointStore
 from mirror._src.training.export import export
@@ -719,7 +719,9 @@ class Trainer(Generic[M]):
 
         The checkpoint contains one copy of each array. `restore` reads it on any number of
         replicas; `mirror.load_checkpoint` reads it without a model or devices. In a job of several
-        processes, every process calls it, and the chief writes.
+        processes, every process calls it, and the chief writes. If a callback calls it in
+        `on_epoch_end`, the checkpoint is written again after that hook of all callbacks, with the
+        metrics and states of all.
 
         Args:
             directory: Directory of checkpoints, or a URL of an object store: `s3://bucket/run`.
@@ -743,6 +745,8 @@ class Trainer(Generic[M]):
             with CheckpointStore(directory, asynchronous=False, found=found) as store:
                 arrays, position = self._checkpoint_state()
                 store.save(position["step"], arrays, position)
+                if self._loop is not None:
+                    self._loop.saved.append(path_of(store.directory, position["step"]))
 
     def _complete_for_all(self, name: str) -> AbstractContextManager[None]:
         """Context manager in which the chief writes; after it, every process can read."""
