@@ -47,6 +47,7 @@ class Net(nnx.Module):
         self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(seed))
         self.half = nnx.Variable(jnp.asarray([-0.0, jnp.nan, seed], jnp.bfloat16))
         self.flags = nnx.Variable(jnp.asarray([seed > 0, False, True]))
+        self.weak = nnx.Variable(jnp.full(2, -0.0))
         self.empty = nnx.Variable(jnp.zeros((0, 2)))
         if counts:
             self.calls = mirror.Variable(0, synchronization="on_read", aggregation="sum")
@@ -65,6 +66,7 @@ def digest_of(trainer):
     for leaf in jax.tree.leaves(nnx.state((trainer.model, trainer.optimizer))):
         if not leaf.is_fully_replicated:  # of the "on_read" variable
             continue
+        digest.update(bytes([jax.typeof(leaf).weak_type]))
         is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         digest.update(np.asarray(jax.random.key_data(leaf) if is_key else leaf).tobytes())
     return digest.hexdigest()

@@ -86,7 +86,17 @@ def mirrored_arguments():
         return x * 2, y + 1
 
     local = jax.device_put(jnp.ones(3), jax.local_devices()[-1])
-    for value in (2.0, 3, True, np.float32(2), np.arange(4), rows, local, jnp.asarray(2.0)):
+    for value in (
+        2.0,
+        3,
+        True,
+        np.float32(2),
+        np.arange(4),
+        rows,
+        local,
+        jnp.asarray(2.0),
+        jnp.full(4, 2.0),
+    ):
         doubled, more = strategy.run(step, (mirrored(value), value))
         assert (np.asarray(doubled) == np.asarray(value) * 2).all()
         one = mirror.OneDeviceStrategy("/cpu:0").run(lambda y: y + 1, (value,))

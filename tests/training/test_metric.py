@@ -156,6 +156,11 @@ class Pair(Ranked):
         return np.ones(2)
 
 
+class Text(Ranked):
+    def compute(self):
+        return "high"
+
+
 BAD = {
     "no metric": (
         lambda b: {"a": Metric(3, x=b["y"])},
@@ -181,6 +186,16 @@ BAD = {
         lambda b: {"a": Metric(lambda values: Pair(*values), values=b["y"])},
         TypeError,
         {"names": "'a'", "values": "float64[2]"},
+    ),
+    "several numbers in one object": (
+        lambda b: {"a": Metric(nnx.metrics.Welford, values=b["y"])},
+        TypeError,
+        {"names": "'a'", "values": "Statistics", "fix": "mirror.Metric for each number"},
+    ),
+    "a text": (
+        lambda b: {"a": Metric(lambda values: Text(*values), values=b["y"])},
+        TypeError,
+        {"names": "'a'", "values": "'high' (str)"},
     ),
 }
 

@@ -223,6 +223,61 @@ def test_restore_keeps_weak_types(eight):
     assert [x.weak_type for x in found] == [True, True]
 
 
+class Weak(MLP):
+    """Has weakly typed arrays: until the first update, always, and from the first step on."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.trained = nnx.Param(jnp.asarray(1.3))
+        self.scale = nnx.Variable(jnp.full(2**16, 1.3))  # so large that it may be stored in slices
+        self.bits = nnx.Variable(jnp.full((3, 2), 0.0).at[...].set(ODD_BITS))
+        self.changed = nnx.Variable(jnp.float32(1.3))
+
+    def __call__(self, x):
+        self.changed[...] = jnp.asarray(1.1)
+        return super().__call__(x) * self.trained[...]
+
+
+# NaN that numbers of Python would change, denormal numbers, and the negative zero
+ODD_BITS = np.asarray([0x7FC12345, 0x7F812345, 0xFF800001, 1, 0x80000000, 0], np.uint32)
+ODD_BITS = ODD_BITS.view(np.float32).reshape(3, 2)
+
+
+def weak_names(trainer) -> list[str]:
+    """Returns the names of the weakly typed arrays."""
+    found = inside.checkpoint_state(trainer)[0]
+    return [name for name, x in found.items() if jax.typeof(x).weak_type]
+
+
+@pytest.mark.parametrize("shard", ["none", "model"])
+def test_restore_keeps_the_weak_types_of_the_checkpoint(tmp_path, shard):
+    strategy = cpu_strategy(2, shard=shard)
+    trainer, other = (a_trainer(Weak, strategy=strategy) for _ in range(2))
+    at_first = weak_names(trainer)
+    fit(trainer, 1, data=list(shuffled())[:3])
+    weak = weak_names(trainer)
+    assert weak == ["model.bits", "model.changed", "model.scale"]
+    assert ("model.trained" in at_first, "model.changed" in at_first) == (True, False)
+    trainer.save(tmp_path)
+    other.restore(tmp_path)
+    assert weak_names(other) == weak
+    assert differing(arrays_of(other), arrays_of(trainer)) == []
+    assert same(other.model.bits[...], ODD_BITS)
+    layouts = [each.model.scale[...].sharding for each in (trainer, other)]
+    assert [each.is_fully_replicated for each in layouts] == [shard == "none"] * 2
+
+
+def test_restore_of_a_checkpoint_without_weak_types_keeps_weak_numbers(tmp_path):
+    """Checkpoints of earlier versions do not contain them."""
+    trainer, other = a_trainer(Weak), a_trainer(Weak)
+    saved, position = inside.checkpoint_state(trainer)
+    del position["weak"]
+    with inside.checkpoint_store()(tmp_path) as store:
+        store.save(0, saved, position)
+    other.restore(tmp_path)
+    assert [name for name in weak_names(other) if name.startswith("model.")] == ["model.trained"]
+
+
 def test_restore_supports_bare_arrays(tmp_path):
     class Bare(MLP):
         def __init__(self, rngs):
@@ -475,6 +530,82 @@ def test_resume_works_on_another_number_of_replicas(subtests, tmp_path_factory, 
                 np.testing.assert_allclose(value, wanted[name], rtol=1e-5, atol=1e-5, err_msg=name)
             for name in history:
                 np.testing.assert_allclose(history[name], wanted_history[name], rtol=1e-5)
+
+
+class Seen(callbacks.Callback):
+    """Adds the number of epochs that it has seen to the metrics, and fails once, perhaps."""
+
+    def __init__(self, fails_at: int = 0):
+        self.count, self.fails_at = 0, fails_at
+
+    def on_epoch_end(self, fit, logs):
+        self.count += 1
+        if self.count == self.fails_at:
+            raise LookupError("of the test")
+        logs["seen"] = self.count
+
+    def to_dict(self):
+        return {"count": self.count}
+
+    def from_dict(self, state):
+        self.count = state["count"]
+
+
+class Saves(callbacks.Callback):
+    """Saves at the end of each epoch, and calls a function then."""
+
+    def __init__(self, directory, then=lambda: None):
+        self.directory, self.then = directory, then
+
+    def on_epoch_end(self, fit, logs):
+        fit.trainer.save(self.directory)
+        assert mirror.load_checkpoint(self.directory).step == fit.position.step
+        self.then()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("fails_at", [0, 2])
+def test_save_at_the_end_of_an_epoch_loses_no_callback(tmp_path, is_first, fails_at):
+    """Also if a callback after it fails: then the epoch has not ended."""
+    wanted = fit(new_trainer(), 3, Seen())
+    seen, saves = Seen(fails_at), Saves(tmp_path)
+    ends = pytest.raises(LookupError) if fails_at else contextlib.nullcontext()
+    with ends:
+        fit(new_trainer(), 2, *([saves, seen] if is_first else [seen, saves]))
+    trainer = new_trainer()
+    trainer.restore(tmp_path)
+    ended = mirror.load_checkpoint(tmp_path).position["epoch"]
+    assert ended == (1 if fails_at else 2)
+    assert without_seconds(fit(trainer, 3, Seen())) == without_seconds(wanted)
+    assert wanted["seen"] == [1, 2, 3]
+
+
+def test_save_at_the_end_of_an_epoch_that_fails_keeps_what_decides_the_bits(tmp_path):
+    trainer = a_trainer(strategy=cpu_strategy(2, replicas=2))
+    with pytest.raises(LookupError):
+        fit(trainer, 1, Saves(tmp_path), Seen(fails_at=1))
+    position = mirror.load_checkpoint(tmp_path).position
+    assert (position["epoch"], position["bits"]["replicas"]) == (0, "2")
+
+
+def test_save_at_the_end_of_an_epoch_keeps_the_arrays_that_were_saved(tmp_path):
+    """As with `ema.weights(trainer)`; and a file that was moved away is not written again."""
+    trainer = new_trainer()
+
+    class Averages(callbacks.Callback):
+        def on_epoch_end(self, fit, logs):
+            kernel = trainer.model.first.kernel
+            own, kernel[...] = kernel[...], kernel[...] * 0
+            trainer.save(tmp_path / "averages")
+            kernel[...] = own
+
+    moved = Saves(tmp_path / "new", lambda: os.rename(tmp_path / "new", tmp_path / "old"))
+    fit(trainer, 1, Averages(), moved, Seen())
+    found = mirror.load_checkpoint(tmp_path / "averages")
+    assert not found.arrays["model.first.kernel"].any()
+    assert found.position["callbacks"] == {"Seen 1": {"count": 1}}
+    assert trainer.model.first.kernel[...].any()
+    assert sorted(os.listdir(tmp_path)) == ["averages", "old"]
 
 
 def test_finished_training_has_nothing_to_resume(tmp_path):

@@ -16,6 +16,7 @@ from mirror._src.devices.described import topology_of
 from mirror._src.devices.transfer import (
     NoMesh,
     UnstackedArrays,
+    as_weak,
     host_copy,
     is_remote,
     is_tracing,
@@ -262,6 +263,10 @@ class ReplicaDevices:
             return jnp.copy(jax.device_put(value, self.mirrored))
         return jax.device_put(host_copy(value), self.mirrored)
 
+    def weaken(self, value: Array) -> Array:
+        """Returns a weakly typed copy with the same layout."""
+        return jax.jit(as_weak, out_shardings=value.sharding)(value)
+
     def input(self, value: Array | np.ndarray, kind: Kind) -> Any:
         """Returns a mirrored or stacked array, or its type if the devices only compile.
 
@@ -356,17 +361,9 @@ class ReplicaDevices:
         (JAX 0.10.2, 0.12.0.1). That is slow, it bypasses the launch guard, and it hangs if one
         process has no such array to place.
         """
-        if isinstance(value, int | float | complex):
-            return self._mirror_number(value)
-        if isinstance(value, jax.Array) and value.ndim == 0 and jax.typeof(value).weak_type:
-            return self._mirror_number(value.item())
-        shape = np.shape(value)
-        return self._join(self.mirrored, shape, [value] * len(self.local_devices))
-
-    @functools.cached_property
-    def _mirror_number(self) -> Any:
-        """A program that mirrors numbers, and keeps their weak types, which joined arrays lose."""
-        return jax.jit(lambda number: number, out_shardings=self.mirrored)
+        is_weak = jax.typeof(value).weak_type  # which joined arrays lose
+        joined = self._join(self.mirrored, np.shape(value), [value] * len(self.local_devices))
+        return self.weaken(joined) if is_weak else joined
 
     def _stack_here(self, array: Array | np.ndarray) -> Array:
         """Stacks rows that every process has: each copies its own rows to its devices."""

@@ -108,6 +108,15 @@ def host_copy(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
+def as_weak(value: Any) -> Array:
+    """Returns an array with a weak type, and the same bits, if numbers of Python have its dtype.
+
+    JAX has no function for it, but an update keeps the weak type of the array that it updates.
+    """
+    weak = jnp.full(value.shape, np.zeros((), value.dtype).item())
+    return weak.at[...].set(value) if weak.dtype == value.dtype else value
+
+
 def with_axis(row: Array | np.ndarray, device: jax.Device) -> Array:
     """Returns a replica's array as a row `(1, *shape)` on its device."""
     with NoMesh():

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from mirror._src.base import clock, interrupts
@@ -17,6 +18,7 @@ from mirror._src.base.public_names import set_module
 from mirror._src.cluster.store import process_index
 from mirror._src.data.padded import PaddedBatch, PaddedDataset
 from mirror._src.training.agreed_stop import AgreedStop, Cause, Request
+from mirror._src.training.checkpoints.store import CheckpointStore
 from mirror._src.training.history import History
 from mirror._src.training.inputs import NO_DATA, Stream, Validation
 from mirror._src.training.mistakes import bytes_of, labels_in, wrong_numbers
@@ -97,6 +99,7 @@ class FitLoop:
         self._batches: deque[tuple[int, PaddedBatch]] = deque()  # of launches not collected
         self._keeps_batches: bool | None = None
         self._warned: set[str] = set()
+        self.saved: list[Path] = []  # checkpoints by `trainer.save`
         self._started = time.perf_counter()
 
     def __repr__(self) -> str:
@@ -404,13 +407,24 @@ class FitLoop:
         position.next_epoch()
         position.history.add(epoch, logs, time.perf_counter() - self._started)
         known = set(logs)
-        try:
-            self._call("on_epoch_end", logs)
-            position.history.add_to_last({k: v for k, v in logs.items() if k not in known})
-        except BaseException:
-            vars(position).update(before)
-            self._has_states = True
-            raise
+        self.saved.clear()
+        with closing("saving the end of the epoch", self._update_saved):
+            try:
+                self._call("on_epoch_end", logs)
+                position.history.add_to_last({k: v for k, v in logs.items() if k not in known})
+            except BaseException:
+                vars(position).update(before)
+                self._has_states = True
+                raise
+
+    def _update_saved(self) -> None:
+        """Writes checkpoints of `on_epoch_end` again: of an epoch that has ended, or has not."""
+        for path in dict.fromkeys(self.saved):
+            if path.exists():  # and was not moved to another place
+                self.remember_callbacks()
+                found = self.position.found
+                with CheckpointStore(path.parent, asynchronous=False, found=found) as store:
+                    store.update(path, self.position.to_dict())
 
 
 def _require_same_monitor(name: str, unused: Set[str], epoch: int) -> None:

@@ -1,5 +1,6 @@
 """Predictions and metrics that are not means, on the host, from all examples of a dataset."""
 
+import contextlib
 import copy
 import itertools
 from collections import deque
@@ -227,9 +228,10 @@ class _Unmerged:
 
 
 def _number(name: str, value: Any) -> float:
-    if np.shape(value) != ():
-        raise TypeError(
-            f"compute() of the metric {name!r} must return a number, got {describe(value)}. Return "
-            "one mirror.Metric for each number."
-        )
-    return float(value)
+    with contextlib.suppress(TypeError, ValueError):
+        if np.shape(value) == ():
+            return float(value)
+    raise TypeError(
+        f"compute() of the metric {name!r} must return a number, got {describe(value)}. Return "
+        "one mirror.Metric for each number."
+    )

@@ -202,6 +202,7 @@ class Position:
         history: Metrics of the completed epochs.
         callbacks: States of the callbacks, by name.
         bits: With `replicas=`, what else decides the bits of the weights; see `bits_of`.
+        weak: Names of the weakly typed arrays of a checkpoint; None for checkpoints without them.
         data: The rows of in-memory data and their order; empty for other data.
         loader: States of the data loader after these examples, one per process with a local input;
             None if it has none. Only the chief knows the states of others.
@@ -214,6 +215,7 @@ class Position:
     def __init__(self) -> None:
         self.step = 0
         self.bits: dict[str, str] = {}
+        self.weak: list[str] | None = None
         self.begin(0)
 
     def begin(self, epoch: int) -> None:
@@ -309,7 +311,7 @@ class Position:
         Raises:
             ValueError: If it is not the result of `to_dict`.
         """
-        position, state = cls(), {"loader": None, "data": "", **state}
+        position, state = cls(), {"loader": None, "data": "", "weak": None, **state}
         for name in _COUNTS:
             count = state.get(name)
             if type(count) is not int or not 0 <= count < _MOST_COUNT:
@@ -391,6 +393,7 @@ _PARTS: dict[str, Callable[[Any], Any]] = {
     "history": History.from_dict,
     "callbacks": _callbacks,
     "bits": _strings,
+    "weak": lambda names: names and list(map(str, names)),
     "data": str,
     "loader": _loader,
 }

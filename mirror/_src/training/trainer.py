@@ -35,7 +35,7 @@ from mirror._src.training import steps
 from mirror._src.training.callbacks.callback import Callback, require_callbacks
 from mirror._src.training.callbacks.progress_bar import ProgressBar
 from mirror._src.training.checkpoints import snapshot
-from mirror._src.training.checkpoints.directory import find_checkpoint
+from mirror._src.training.checkpoints.directory import find_checkpoint, path_of
 from mirror._src.training.checkpoints.from_chief import BroadcastRestore
 from mirror._src.training.checkpoints.store import CheckpointStore
 from mirror._src.training.export import export
@@ -423,9 +423,9 @@ class Trainer(Generic[M]):
             seed: Seed of the shuffle, as for `mirror.data.from_arrays`. Defaults to 0.
             callbacks: One or several `mirror.callbacks.Callback` objects.
             initial_epoch: Epoch to start with, regardless of earlier training.
-            steps_per_epoch: Number of batches per epoch, for data without an end. Each epoch starts
-                a pass, and another one if the data end earlier; an iterator is continued. Defaults
-                to a whole pass over the data.
+            steps_per_epoch: Number of batches per epoch, for data without an end. An epoch
+                continues the pass of the epoch before, and starts another one when the data end.
+                Defaults to a whole pass over the data.
             validation_steps: Number of batches to evaluate after each epoch, from the start of
                 `validation_data`; an iterator is continued. Defaults to all batches.
             progress: Whether to show a progress bar, unless `callbacks` contains one.
@@ -719,7 +719,9 @@ class Trainer(Generic[M]):
 
         The checkpoint contains one copy of each array. `restore` reads it on any number of
         replicas; `mirror.load_checkpoint` reads it without a model or devices. In a job of several
-        processes, every process calls it, and the chief writes.
+        processes, every process calls it, and the chief writes. If a callback calls it in
+        `on_epoch_end`, the checkpoint is written again after that hook of all callbacks, with the
+        metrics and states of all.
 
         Args:
             directory: Directory of checkpoints, or a URL of an object store: `s3://bucket/run`.
@@ -743,6 +745,8 @@ class Trainer(Generic[M]):
             with CheckpointStore(directory, asynchronous=False, found=found) as store:
                 arrays, position = self._checkpoint_state()
                 store.save(position["step"], arrays, position)
+                if self._loop is not None:
+                    self._loop.saved.append(path_of(store.directory, position["step"]))
 
     def _complete_for_all(self, name: str) -> AbstractContextManager[None]:
         """Context manager in which the chief writes; after it, every process can read."""
@@ -775,7 +779,7 @@ class Trainer(Generic[M]):
         self._require_no_fit("restore")
         with self._using("restore"):
             position, saved = self._read(directory, step)
-            arrays = snapshot.placed(self._objects, saved, self._local._replicas)
+            arrays = snapshot.placed(self._objects, saved, position.weak, self._local._replicas)
             with interrupts.DeferredInterrupts():  # all or nothing
                 if self.loss_scale is not None:  # which a training without one does not save
                     self.loss_scale.reset()
@@ -809,7 +813,9 @@ class Trainer(Generic[M]):
                 self._loop.collect()
                 self._loop.remember_callbacks()
             self._position.bits = bits_of(self._local._replicas)
-            return snapshot.read(self._objects), self._position.to_dict()
+            arrays = snapshot.read(self._objects)
+            self._position.weak = snapshot.weak_names(arrays)
+            return arrays, self._position.to_dict()
 
     @contextlib.contextmanager
     def _using(self, method: str) -> Iterator[None]:

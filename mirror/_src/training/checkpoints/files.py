@@ -105,6 +105,7 @@ def _impl_and_data(value: Any) -> tuple[str | None, Any]:
 
 FORMAT = 1
 UNFINISHED = ".unfinished"
+_PIECE = 2**24  # bytes that are copied at a time
 _MOST_HEADER = 100_000_000  # bytes that readers of the format accept
 _TYPES = {  # dtypes that all readers know; others are stored as bytes
     **{"bool": "BOOL", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "bfloat16": "BF16"},
@@ -118,6 +119,17 @@ def write(path: Path, arrays: Mapping[str, Any], metadata: dict[str, Any]) -> No
     """Writes a checkpoint. One array at a time is copied to the host."""
     pieces = (bytes_of(on_host(arrays[name])).data for name in _places(metadata["arrays"]))
     write_file(path, itertools.chain([_header(metadata)], pieces))
+
+
+def write_again(path: Path, metadata: dict[str, Any]) -> None:
+    """Writes a checkpoint with other metadata, and the arrays that it has."""
+    write_file(path, itertools.chain([_header(metadata)], _data_in(path)))
+
+
+def _data_in(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(8 + _header_size(file))
+        yield from iter(lambda: file.read(_PIECE), b"")
 
 
 def write_file(path: Path, pieces: Iterable[Any]) -> None:

@@ -1,6 +1,6 @@
 """Reads the arrays of nnx objects by name for a checkpoint, and writes them back."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -83,15 +83,29 @@ def require_match(current: Mapping[str, str], entries: Mapping[str, Any]) -> Non
         )
 
 
+def weak_names(arrays: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the weakly typed arrays: a strong type would promote bfloat16."""
+    return [name for name, value in arrays.items() if getattr(value, "weak_type", False)]
+
+
 def placed(
-    objects: Mapping[str, Any], saved: Iterable[tuple[str, Any]], replicas: ReplicaDevices
+    objects: Mapping[str, Any],
+    saved: Iterable[tuple[str, Any]],
+    weak: Collection[str] | None,
+    replicas: ReplicaDevices,
 ) -> dict[str, Any]:
     """Returns the arrays of a checkpoint on the devices of the replicas, each placed as it is read.
 
-    Call `require_match` first. A loss scale that the objects do not have is skipped.
+    Call `require_match` first. A loss scale that the objects do not have is skipped. If a
+    checkpoint does not tell which arrays are weak, numbers are as in the objects.
     """
-    old = read(objects)
-    return {n: replicas.store(_array(value, old[n])) for n, value in saved if n in old}
+    old, arrays = read(objects), {}
+    weak = weak_names({n: x for n, x in old.items() if not x.ndim}) if weak is None else weak
+    for name, value in saved:
+        if name in old:
+            array = replicas.store(value.keys() if isinstance(value, KeyData) else value)
+            arrays[name] = replicas.weaken(array) if name in weak else array
+    return arrays
 
 
 def write(objects: Mapping[str, Any], new: Mapping[str, Any], replicas: ReplicaDevices) -> None:
@@ -151,14 +165,6 @@ def _as_on_devices(value: Any) -> Any:
     if isinstance(value, jax.Array) or not is_numeric(np.asarray(value).dtype):
         return value
     return jnp.asarray(value)
-
-
-def _array(value: Any, old: Any) -> Any:
-    if isinstance(value, KeyData):
-        return value.keys()
-    if old.weak_type and not value.ndim:  # a strong type would promote bfloat16 to float32
-        return jnp.asarray(value.item())
-    return value
 
 
 def _places(objects: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

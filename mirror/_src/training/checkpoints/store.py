@@ -140,6 +140,26 @@ class CheckpointStore:
         if not copies or not self._asynchronous:
             self.wait()
 
+    def update(self, path: Path, position: Mapping[str, Any]) -> None:
+        """Replaces the position in a checkpoint for the same step.
+
+        Raises:
+            OSError: If it could not be written.
+        """
+        position = _as_json("position", position)
+        self._writing = _Write(position["step"], lambda: self._update(path, position))
+        self._writing.start()
+        self.wait()
+
+    def _update(self, path: Path, position: Mapping[str, Any]) -> None:
+        with self._lock.mutex:
+            self._require_replaceable([path], position)
+            header = files.read_metadata(path)
+            old = header["position"]
+            new = {**position, "bits": old["bits"], "weak": old["weak"]}  # of its arrays
+            if new != old:
+                files.write_again(path, header | {"position": new})
+
     def wait(self) -> None:
         """Waits for pending writes; raises `OSError` if they failed.
 
