@@ -265,7 +265,8 @@ class ReplicaDevices:
 
     def weaken(self, value: Array) -> Array:
         """Returns a weakly typed copy with the same layout."""
-        return jax.jit(as_weak, out_shardings=value.sharding)(value)
+        with NoMesh():
+            return jax.jit(as_weak, out_shardings=value.sharding)(value)
 
     def input(self, value: Array | np.ndarray, kind: Kind) -> Any:
         """Returns a mirrored or stacked array, or its type if the devices only compile.
