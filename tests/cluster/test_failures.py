@@ -72,6 +72,10 @@ ENDS = {  # by name in several_ending.py: texts of all processes, statuses
     "chief returns": (["Process 0 has ended", "several_ending.py"], [0, 1]),
     "one more launch": (["Process 0 has ended", "several_ending.py"], [0, 1]),
     "static argument": (["ProgramMismatchError", "process 0 runs step", "process 1 runs"], [1, 1]),
+    "shape": (
+        ["step (several_ending.py:", "), process 1 runs step (several_ending.py:", "float32[3,3]"],
+        [1, 1],
+    ),
     "less data": (["Process 1 has ended"], [1, 0]),
     "exception": (["ValueError: bad row 12"], [1, 1]),
     "batch size": (["ReplicaDivergenceError", "batch['x']"], [1, 1]),

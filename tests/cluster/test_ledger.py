@@ -97,6 +97,19 @@ def test_another_order_is_found_before_all_have_come(job, late):
     assert_message(difference.text, names=labels, values=2, fix=["strategy.is_chief", "one thread"])
 
 
+@pytest.mark.parametrize("new", [0, 1])
+def test_a_step_that_one_process_compiles_again_probably_has_other_shapes(job, new):
+    job, label = job(), "step (train.py:1) for the first time, input x: float32[5,3] per replica"
+    job.launch(1 - new, "step", "step")
+    job.launch(new, "step")
+    job.ledgers[new].note("new", label)
+    text = job.exchange(0, 1).text
+    assert_message(
+        text, names=[f"process {new} runs {label}"], values=2, fix=["shapes", 'remainder="pad"']
+    )
+    assert "is_chief" not in text
+
+
 def test_values_that_differ_are_named(job, subtests):
     rows = {
         "another value": ({"lr": "1", "w": "2"}, {"lr": "1", "w": "3"}),

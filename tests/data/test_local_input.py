@@ -1,8 +1,10 @@
 """Local input: the agreement on each step, with a store in memory and in several processes."""
 
 import contextlib
+import functools
 import itertools
 import threading
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -437,6 +439,31 @@ def test_steps_without_examples_are_skipped_by_a_training_loop():
     batches = [np.zeros((0, 2)), np.ones((2, 2)), np.zeros((0, 2))]
     assert len(parts(batches, Plan("pad", skips_empty=True), [0, 2, 0])) == 1
     assert len(parts(batches, Plan("pad"), [0, 2, 0])) == 3
+
+
+def test_what_is_left_when_another_process_has_ended_is_not_counted(subtests):
+    own = "Dropped the last 1 batches: each step consumes 2, one per replica. Yield a multiple of 2"
+    others = "(for it, none left on process 0, 2 on process 1). Yield the same number of batches on"
+    cases = {
+        "process 0 has none": (4, 10, [others]),
+        "process 0 has too few": (5, 10, [others, own]),
+        "both have too few": (5, 5, [own, own]),
+        "equal": (4, 4, []),
+    }
+
+    def reads(count):
+        exchange = StepExchange("local/train.py:7/0/0", "the dataset of train.py:7")
+        reading = local_input._LocalPass(iter(range(count)), 2, exchange, "", is_first=False)
+        return len(list(reading.groups(2, lambda group: group, lambda _: FORM)))
+
+    for name, (first, second, wanted) in cases.items():
+        with subtests.test(msg=name), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            programs = functools.partial(reads, first), functools.partial(reads, second)
+            assert MemoryStore(2).run(*programs) == [2, 2]
+            texts = sorted(str(warning.message) for warning in caught)
+            assert len(texts) == len(wanted), texts
+            assert all(part in text for part, text in zip(wanted, texts, strict=True)), texts
 
 
 def test_random_keys_cannot_be_parts():

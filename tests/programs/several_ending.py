@@ -60,7 +60,7 @@ if how == "exit before save":
     if differs:
         sys.exit(3)
     trainer.save("never written")
-if how in ("return", "chief returns", "static argument", "one more launch"):
+if how in ("return", "chief returns", "static argument", "shape", "one more launch"):
     batches = list(strategy.distribute_dataset([{"x": data["x"][:4]}] * 60))
 
     def step(batch, is_max):
@@ -71,6 +71,8 @@ if how in ("return", "chief returns", "static argument", "one more launch"):
         if differs and i == 30 and how in ("return", "chief returns"):
             break
         is_max = i % 2 == 1 if i < 4 else differs and i == 30 and how == "static argument"
+        if how == "shape" and differs and i == 30:
+            (batch,) = strategy.distribute_dataset([{"x": data["x"][:6]}], prefetch=0)
         total = float(strategy.run(step, (batch, is_max)))
     if how == "one more launch" and differs:
         strategy.run(step, (batches[0], False))  # the program ends without its result

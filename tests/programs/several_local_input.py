@@ -341,6 +341,7 @@ def datasets_from_functions_of_unequal_lengths():
     dropped = [str(w.message) for w in caught if "Dropped" in str(w.message)]
     assert len(dropped) == (me != last), dropped
     assert all(f"none left on process {last}" in text for text in dropped)
+    assert all("the same number of batches on every process" in text for text in dropped)
     sizes = [rows(0, 3 if me == last else 2)] * mine
     refused(ValueError, lambda: distributed(sizes), "float32[3]", "float32[2]", f"process {last}")
     if mine > 1:

@@ -304,12 +304,28 @@ def halved(x):
 def refusals():
     unequal = mirror.PerReplica([np.zeros(i + 1, np.float32) for i in range(n)])
     refused(ValueError, lambda: strategy.run(lambda x: x, (unequal,)), "remainder='pad'")
-    refused(
-        NotImplementedError,
-        lambda: mirror.MultiWorkerMirroredStrategy(cross_device_ops=mirror.ReductionToOneDevice()),
-        "ReductionToOneDevice",
-        "cross_device_ops",
-    )
+    assert (np.asarray(strategy.gather(unequal)) == np.zeros(n * (n + 1) // 2)).all()
+    assert strategy.reduce("sum", unequal, axis=0) == 0
+    if len(mine) > 1:
+        refused(
+            NotImplementedError,
+            lambda: strategy.distribute_values_from_function(
+                lambda context: np.zeros(context.replica_id_in_sync_group + 1)
+            ),
+            "remainder='pad'",
+        )
+    for ops in (mirror.ReductionToOneDevice(), OnHost()):
+        refused(
+            NotImplementedError,
+            lambda: mirror.MultiWorkerMirroredStrategy(cross_device_ops=ops),
+            type(ops).__name__,
+            "cross_device_ops",
+        )
+
+
+class OnHost(mirror.CrossDeviceOps):
+    def reduce_implementation(self, op, values):
+        return sum(values)
 
 
 class Spread:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from mirror._src.base.errors import ProgramMismatchError
 from mirror._src.cluster import consensus, store
-from mirror._src.cluster.ledger import ledger
+from mirror._src.cluster.ledger import FIRST, ledger
 from mirror._src.cluster.start import processes
 
 _PIECE = 2**20  # characters per message; the service accepts a few MiB
@@ -62,9 +62,7 @@ class Difference(NamedTuple):
     lines: Sequence[tuple[tuple[str, str], tuple[str, str]]]
 
 
-def find_difference(
-    program: Program, timeout_secs: float, when: str = "for the first time"
-) -> Difference | None:
+def find_difference(program: Program, timeout_secs: float, when: str = FIRST) -> Difference | None:
     """Compares a program with the programs of the other processes; every process must call it.
 
     Args:

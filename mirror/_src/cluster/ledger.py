@@ -16,6 +16,7 @@ from mirror._src.cluster import store
 _ROOT = "ledger"
 _FREE = 32  # changes of the program that are compared before the launch
 _LAUNCHES = 512  # later, one change in this number of launches
+FIRST = "for the first time"  # after the label of a step, if its program has not run before
 
 
 class Digest(Protocol):
@@ -222,13 +223,22 @@ class Comparison:
 
 def _programs_differ(number: int, labels: Mapping[int, str]) -> Difference:
     what = ", ".join(f"process {i} runs {labels[i]}" for i in sorted(labels))
+    advice = (
+        "Make the same calls of the strategy in the same order on every process, also evaluate and "
+        "predict: move them out of `if strategy.is_chief:`, and call them from one thread only, "
+        "because the order of two threads may differ."
+    )
+    known, new = sorted(labels.values(), key=len)
+    if new.startswith(f"{known} {FIRST}"):
+        advice = (
+            "One process compiles the step again, probably because its arguments have other "
+            "shapes. Pass the same shapes on every process: read the same global batches, or use "
+            'input="local" with remainder="pad".'
+        )
     return Difference(
         "program",
         f"The processes run different programs as launch {number}: {what}. Their collectives "
-        "may have been mixed, so that results since then are wrong. Make the same calls of the "
-        "strategy in the same order on every process, also evaluate and predict: move them out of "
-        "`if strategy.is_chief:`, and call them from one thread only, because the order of two "
-        "threads may differ.",
+        f"may have been mixed, so that results since then are wrong. {advice}",
     )
 
 

@@ -216,11 +216,11 @@ def require_none_left(skip: int, left: int) -> None:
         )
 
 
-def warn_of_dropped(count: int, num: int, why: str = "") -> None:
+def warn_of_dropped(count: int, num: int) -> None:
     """Warns that the last batches of a pass were too few for a step of `num` batches."""
     warn_user(
-        f"Dropped the last {count} batches: each step consumes {num}, one per replica{why}. Yield "
-        f"a multiple of {num} batches to use them all."
+        f"Dropped the last {count} batches: each step consumes {num}, one per replica. Yield a "
+        f"multiple of {num} batches to use them all."
     )
 
 

@@ -180,10 +180,17 @@ class _LocalPass(Pass):
                     step = self.exchange.end()
                 else:
                     step = self.exchange.agree(num, form(joined))
-                if joined is None or step is None or step.has_ended:
+                if joined is not None and step is not None and step.has_ended:
+                    warn_user(
+                        f"Dropped the batches that {self.exchange.what} has left in this process: "
+                        "the pass ends in all processes, because one has no batches left for "
+                        f"another step (for it, {step.sizes}). Yield the same number of batches "
+                        "on every process to use them all."
+                    )
+                    return
+                if joined is None:
                     if group:
-                        why = "" if step is None else f", in all processes ({step.sizes})"
-                        warn_of_dropped(len(group), num, why)
+                        warn_of_dropped(len(group), num)
                     return
                 yield joined
 

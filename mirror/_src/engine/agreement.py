@@ -15,6 +15,7 @@ from mirror._src.base.errors import (
     listing,
 )
 from mirror._src.cluster import agreement
+from mirror._src.cluster.ledger import FIRST
 from mirror._src.cluster.start import agreement_secs
 from mirror._src.devices.device_checks import digest_of
 from mirror._src.engine.arguments import Call
@@ -45,17 +46,21 @@ def require_agreement(
         ProgramMismatchError: If the programs differ, or a process does not arrive in time.
         ReplicaDivergenceError: If only the values differ.
     """
+    declared = _declared(call, program, inputs)
     lines = [
         *_settings(program, executor),
-        *_declared(call, program, inputs),
+        *declared,
         *(line for jaxpr in program.jaxprs for line in lines_of(jaxpr)),
     ]
     identity = hashlib.sha256("\n".join(line.text for line in lines).encode()).hexdigest()[:12]
     lines += _values(call, program, inputs)
+    own = [line.text for line, kind in zip(declared, program.inputs, strict=True) if kind.is_own]
+    where = f"({program.line}) " if program.line else ""  # as in the label of later launches
     _compare(
         agreement.Program(
             program.name, [line.text for line in lines], lambda: [line.location for line in lines]
-        )
+        ),
+        ", ".join([f"{where}{FIRST}", *own[:_SHOWN]]),
     )
     return identity
 
@@ -110,7 +115,7 @@ def require_no_failure(name: str, error: BaseException | None) -> None:
         )
 
 
-def _compare(program: agreement.Program, when: str = "for the first time") -> None:
+def _compare(program: agreement.Program, when: str = FIRST) -> None:
     difference = agreement.find_difference(program, agreement_secs(), when)
     if difference is not None:
         raise _error(difference)
