@@ -453,7 +453,9 @@ def test_what_is_left_when_another_process_has_ended_is_not_counted(subtests):
 
     def reads(count):
         exchange = StepExchange("local/train.py:7/0/0", "the dataset of train.py:7")
-        reading = local_input._LocalPass(iter(range(count)), 2, exchange, "", is_first=False)
+        reading = local_input._LocalPass(
+            iter(range(count)), 2, exchange, "", is_first=False, devices=()
+        )
         return len(list(reading.groups(2, lambda group: group, lambda _: FORM)))
 
     for name, (first, second, wanted) in cases.items():
