@@ -65,6 +65,14 @@ def _rowsum(carry: Any, x: Any) -> Any:
     return carry + jnp.tanh(x), x * 2
 
 
+def _among_rows(x: Any, axes: Any) -> Any:
+    def of_row(row: Any) -> Any:
+        most = jax.lax.pmax(jax.lax.stop_gradient(row), axes)
+        return (row - jax.lax.pmean(row, axes)) * jnp.sin(most)
+
+    return jax.vmap(of_row, axis_name="row")(x)
+
+
 _UNARY: dict[str, Callable[[Any], Any]] = {
     "tanh": jnp.tanh,
     "exp": lambda x: jnp.exp(jnp.tanh(x)),
@@ -228,6 +236,8 @@ _OF_BATCH: dict[str, Op] = {
     "padded": Op((BATCH,), COLUMN, lambda x: jnp.pad(x, ((0, 0), (1, 0))).min(1)),
     "each row": Op((BATCH, MATRIX), BATCH, lambda x, w: jax.lax.map(lambda r: jnp.tanh(r @ w), x)),
     "every row": Op((BATCH, MATRIX), BATCH, lambda x, w: jax.vmap(lambda r: jnp.sin(r) @ w)(x)),
+    "row of own rows": Op((BATCH,), BATCH, lambda x: _among_rows(x, "row")),
+    "row of all rows": Op((BATCH,), BATCH, lambda x: _among_rows(x, ("row", REPLICA_AXIS))),
     "over rows": Op((BATCH, VECTOR), VECTOR, lambda x, v: jax.lax.scan(_rowsum, v, x)[0]),
     "decay by rows": Op(
         (BATCH, VECTOR),

@@ -107,6 +107,16 @@ def centered(model, batch):
     return jnp.sum((h - h.mean(0)) ** 4, -1).mean()
 
 
+def normalized(axes):
+    def of_row(row):
+        return row / jnp.sqrt(jax.lax.pmean(row**2, axes))
+
+    def loss(model, batch):
+        return average(lambda x: jax.vmap(of_row, axis_name="row")(model(x)), batch)
+
+    return loss
+
+
 def moved(reduce):
     """Moves the rows along their gradient, as adversarial training does."""
 
@@ -155,6 +165,7 @@ STEPS = {
     "decay in means": (decayed(average), mean, {}, "equal"),
     "counted together": (counted_together, total, {}, "equal"),
     "statistics of all": (average, mean, {"norm": SYNCED}, "equal"),
+    "statistics of all, by row": (normalized(("row", mirror.REPLICA_AXIS)), mean, {}, "equal"),
     "example keys": (noisy_examples, mean, {}, "equal"),
     "sum of means": (average, total, {}, "different"),
     "mean of sums": (summed, mean, {}, "different"),
@@ -165,6 +176,8 @@ STEPS = {
     "decay in sums": (decayed(summed), total, {}, "different"),
     "counted apart": (counted, mean, {}, "different"),
     "own statistics": (average, mean, {"norm": {}}, "different"),
+    "own statistics, by row": (normalized("row"), mean, {}, "different"),
+    "sum of means, by row": (normalized("row"), total, {}, "different"),
     "moved by a sum": (moved(jnp.sum), mean, {}, "equal"),
     "moved by a mean": (moved(jnp.mean), mean, {}, "different"),
     "half of the rows": (half, mean, {}, "unknown"),

@@ -78,6 +78,13 @@ def names_axis(eqn: JaxprEqn) -> bool:
     return type(axes) is str or (isinstance(axes, tuple) and str in map(type, axes))
 
 
+def name_of(eqn: JaxprEqn) -> str:
+    """Returns the name of an operation; under `jax.vmap`, an all-reduce may be a reduction."""
+    name = eqn.primitive.name
+    is_local = name in ALL_REDUCES and not names_axis(eqn)
+    return f"reduce_{op_of(name)}" if is_local else name
+
+
 def is_collective(eqn: JaxprEqn) -> bool:
     """Whether replicas communicate in an operation."""
     return names_axis(eqn) and eqn.primitive.name not in SILENT

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from mirror._src.jaxprs.collective_eqns import is_stateful
+from mirror._src.jaxprs.collective_eqns import is_stateful, name_of
 from mirror._src.jaxprs.equations import (
     NO_LINE,
     Interpreter,
@@ -394,7 +394,7 @@ class _Alone(Pass):
 
     def call(self, program: _Program, inputs: Sequence[Relation]) -> list[Relation]:
         for eqn in jaxpr_of(program).eqns:
-            if eqn.primitive.name == "psum":  # a mean divides after it, and its gradient before it
+            if name_of(eqn) == "psum":  # a mean divides after it, and its gradient before it
                 self.reduced.update(a for a in (*eqn.invars, *eqn.outvars) if isinstance(a, Var))
         return Interpreter.call(self, program, inputs)
 
@@ -402,7 +402,7 @@ class _Alone(Pass):
         return ZERO if not np.shape(value) and not value else SAME
 
     def equation(self, eqn: JaxprEqn, operands: list[Relation]) -> Sequence[Relation]:
-        name = eqn.primitive.name
+        name = name_of(eqn)
         if name in _GUESSED and Literal in map(type, eqn.invars):
             operands = [self.guessed(eqn, i, x, operands) for i, x in enumerate(operands)]
         if name == "reduce_sum" or name in _MOVING:
@@ -417,7 +417,7 @@ class _Alone(Pass):
 
     def record(self, eqn: JaxprEqn, operands: list[Relation]) -> None:
         """Notes what later divisors may count."""
-        name = eqn.primitive.name
+        name = name_of(eqn)
         if name == "reduce_sum":
             x, axes = operands[0], eqn.params["axes"]
             size = int(np.prod([shape_of(eqn.invars[0])[axis] for axis in axes]))
@@ -432,7 +432,7 @@ class _Alone(Pass):
 
     def guessed(self, eqn: JaxprEqn, i: int, x: Relation, operands: list[Relation]) -> Relation:
         """Returns the relation of a literal operand, which may be a number of rows."""
-        atom, name = eqn.invars[i], eqn.primitive.name
+        atom, name = eqn.invars[i], name_of(eqn)
         if not isinstance(atom, Literal) or np.shape(atom.val):
             return x
         value = np.asarray(atom.val).item()

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from mirror._src.jaxprs.collective_eqns import is_collective
+from mirror._src.jaxprs.collective_eqns import is_collective, name_of
 from mirror._src.jaxprs.equations import line_within
 from mirror._src.jaxprs.primitives import (
     ADDITION,
@@ -257,7 +257,7 @@ class Pair(NamedTuple):
     @property
     def name(self) -> str:
         """The name of the operation."""
-        return self.eqn.primitive.name
+        return name_of(self.eqn)
 
     def cause(self, why: Why) -> Cause:
         """Returns the operation as a cause, without its line if its relation is assumed."""
