@@ -1,11 +1,12 @@
 """The launches of all processes, compared through a store in memory."""
 
 import json
+import math
 
 import pytest
 
 import mirror
-from mirror._src.cluster import agreement, failures, ledger, store
+from mirror._src.cluster import agreement, consensus, failures, ledger, store
 from tests.support.messages import assert_message
 
 
@@ -197,4 +198,49 @@ def test_the_first_failure_is_found_behind_the_end_of_another_process(monkeypatc
     monkeypatch.setattr(store, "get", lambda key, deadline, stops=True: texts.get(key))
     assert failures.first_failure() is None
     texts["end/1"] = json.dumps(failures.Event("failure", 0, "ValueError: row 3"))
-    assert failures.first_failure() == (0, "ValueError: row 3")
+    assert failures.first_failure()[1:3] == (0, "ValueError: row 3")
+
+
+DIVERGES = "The dataset of train.py:7 yields different batches on process 1 and process 0"
+
+
+@pytest.mark.parametrize(
+    "posted",
+    [("end", 1, DIVERGES, 0), ("failure", 1, f"ReplicaDivergenceError: {DIVERGES}", 0)],
+    ids=["caught", "uncaught"],
+)
+def test_data_that_one_process_finds_to_differ_are_an_error_of_all(posted, job, monkeypatch):
+    """Whether another process waits for its program, or its thread reads the event."""
+    job, mine = job(), ledger.Ledger()
+    monkeypatch.setattr(failures, "ledger", mine)
+    monkeypatch.setattr(failures, "_ALL_SECS", 0.0)
+    monkeypatch.setattr(store, "stop", None)
+    monkeypatch.setattr(store, "get_many", lambda *_, **__: {})
+    mine.note("new", "step")
+    job.texts["end/0"] = json.dumps(failures.Event(*posted))
+    job.texts["left/1"] = ""
+    with pytest.raises(mirror.ReplicaDivergenceError, match=DIVERGES):
+        consensus.Topic("program").decide("", lambda _: "", math.inf)
+    thread = failures.Failures(shutdown_secs=0.0)
+
+    def read(key, *_, **__):
+        if key == "end/1":
+            thread._is_over.set()
+        return job.texts.get(key)
+
+    monkeypatch.setattr(store, "get", read)
+    thread._watch()
+    assert isinstance(store.stop, mirror.ReplicaDivergenceError)
+    assert DIVERGES in str(store.stop)
+
+
+def test_the_end_of_a_process_has_the_difference_of_its_data_until_a_launch(job, monkeypatch):
+    for launches, wanted in [(0, DIVERGES), (1, "")]:
+        own, mine = job(), ledger.Ledger()
+        monkeypatch.setattr(failures, "ledger", mine)
+        monkeypatch.setattr(store, "stop", None)
+        mine.divergence = DIVERGES
+        for _ in range(launches):
+            mine.note("a", "a")
+        failures.Failures(shutdown_secs=0.0)._await_ends()
+        assert json.loads(own.texts["end/0"]) == ["end", 0, wanted, launches]

@@ -56,17 +56,26 @@ with strategy.scope():
     trainer = mirror.Trainer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss_fn)
 arrays = {"x": np.arange(60.0).reshape(20, 3) / 60, "y": np.ones((20, 1))}
 seed = int(me == int(sys.argv[1]))
-trainer.fit(arrays, epochs=200, batch_size=4, seed=seed, progress=False)
+try:
+    trainer.fit(arrays, epochs=200, batch_size=4, seed=seed, progress=False)
+except mirror.ReplicaDivergenceError:
+    print("raised", flush=True)
+    if sys.argv[2] == "caught":
+        sys.exit(9)
+    raise
 print("trained", flush=True)
 """
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["caught", pytest.param("uncaught", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.nightly), 1])
-def test_another_shuffle_seed_of_one_process_ends_the_training(who):
-    """The process that reads later finds it, and JAX ends the other one, which may be in a step."""
-    ended = processes.run(["-c", SHUFFLES, str(who)], devices=1, timeout=900)
+def test_another_shuffle_seed_of_one_process_ends_the_training(who, how):
+    """The process that reads later finds it, and the other one, which waits, raises it as well."""
+    ended = processes.run(["-c", SHUFFLES, str(who), how], devices=1, timeout=900)
     assert all(process.status not in (0, None) for process in ended), ended
+    assert all("raised" in process.output for process in ended), ended
+    assert how != "caught" or 9 in [process.status for process in ended], ended
     assert not any("trained" in process.output for process in ended)
     outputs = "".join(process.output for process in ended)
     message = outputs[outputs.index("ReplicaDivergenceError:") :].splitlines()[0]

@@ -1203,10 +1203,10 @@ _OF_DATA = (
     Fault(
         "a failure of a process for which the others still wait",
         "mirror/_src/cluster/consensus.py",
-        "if failed is not None and failed[0] != store.process_index():",
+        "if failed is not None and failed.process != store.process_index():",
         "if False:",
-        ("tests/data/test_local_input.py",),
-        likely="error_in_another_place",
+        ("tests/cluster/test_ledger.py",),
+        likely="one_process_finds_to_differ",
     ),
     Fault(
         "decisions that are never deleted",

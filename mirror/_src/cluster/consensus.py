@@ -17,7 +17,7 @@ from typing import Any, TypeVar, final
 
 from mirror._src.base.errors import require_secs
 from mirror._src.cluster import store
-from mirror._src.cluster.failures import LEFT, first_failure
+from mirror._src.cluster.failures import LEFT, error_of, first_failure
 
 _T = TypeVar("_T")
 _POLL_SECS = 0.5  # between two looks at whether the others can still come
@@ -174,11 +174,11 @@ class Topic:
 def _wait(read: Callable[[float], bool], deadline: float, gone: Callable[[], str]) -> str:
     """Repeats a read until it succeeds; returns why it never will, or "" at the deadline."""
     while not read(min(deadline, time.monotonic() + _POLL_SECS)):
-        failed = first_failure()
-        if failed is not None and failed[0] != store.process_index():
-            raise RuntimeError(f"Process {failed[0]} has failed: {failed[1]}")
-        store.require_not_stopped()
         reason = gone()
+        failed = first_failure()  # a process posts it before it is gone
+        if failed is not None and failed.process != store.process_index():
+            raise error_of(failed)
+        store.require_not_stopped()
         if reason or time.monotonic() >= deadline:
             # It may have been posted before the process stopped.
             return "" if read(time.monotonic()) else reason

@@ -47,7 +47,7 @@ class Event(NamedTuple):
             `"stop"` (one process waits for a process that has ended), or the kind of a
             `Difference`.
         process: The process.
-        text: The error or message.
+        text: The error or message; for `"end"`, what it has found to differ in its data, or "".
         launches: How many launches the process has begun.
     """
 
@@ -57,8 +57,8 @@ class Event(NamedTuple):
     launches: int = 0
 
 
-def first_failure() -> tuple[int, str] | None:
-    """Returns the process that an uncaught exception ended first, and its error, or None.
+def first_failure() -> Event | None:
+    """Returns the error that ended a process first, or None.
 
     Raises:
         RuntimeError: If the coordinator cannot be reached.
@@ -66,8 +66,8 @@ def first_failure() -> tuple[int, str] | None:
     for number in range(2):
         text = store.get(f"{_EVENTS}/{number}", time.monotonic())
         event = Event(*json.loads(text)) if text is not None else None
-        if event is not None and event.kind == "failure":
-            return event.process, event.text
+        if event is not None and (event.kind == "failure" or (event.kind == "end" and event.text)):
+            return event
     return None
 
 
@@ -75,11 +75,13 @@ def error_of(event: Event) -> Exception:
     """Returns the error that an event raises in the processes that still run."""
     if event.kind == "program":
         return ProgramMismatchError(event.text)
-    if event.kind == "value":
+    if event.kind in ("value", "end"):
         return ReplicaDivergenceError(event.text)
     if event.kind == "stop":
         return RuntimeError(event.text)
-    return RuntimeError(f"Process {event.process} has failed: {event.text}")
+    is_divergence = event.text.startswith(ReplicaDivergenceError.__name__)
+    kind = ReplicaDivergenceError if is_divergence else RuntimeError
+    return kind(f"Process {event.process} has failed: {event.text}")
 
 
 def missing_launch(ended: Event, process: int, count: int, last: str) -> str:
@@ -183,9 +185,11 @@ class Failures:
                 self._exchange()
                 if self._ended is not None and ledger.num_joined > self._ended.launches:
                     me = store.process_index()
-                    message = missing_launch(self._ended, me, ledger.count, ledger.last)
-                    self._stop(Event("stop", me, message))
-                    _post(Event("stop", me, message))
+                    found = self._ended.text
+                    message = found or missing_launch(self._ended, me, ledger.count, ledger.last)
+                    event = Event("value" if found else "stop", me, message)
+                    self._stop(event)
+                    _post(event)
 
     def _exchange(self) -> None:
         with self._exchange_lock:  # until the job stops: this process may end at the same time
@@ -241,7 +245,8 @@ class Failures:
             with contextlib.suppress(RuntimeError):  # the coordinator has ended
                 self._await_ends()
         if store.stop is not None and not self._have_all_failed:
-            if isinstance(store.stop, ReplicaDivergenceError | ProgramMismatchError):
+            is_wrong = isinstance(store.stop, ReplicaDivergenceError | ProgramMismatchError)
+            if is_wrong and not ledger.divergence:  # it has raised that itself, before a launch
                 self._leave(1)  # the results of this process are wrong
             if self._ended is not None and ledger.num_joined > self._ended.launches:
                 self._leave(1)  # XLA would wait for the launch when no thread of Python runs
@@ -263,7 +268,8 @@ class Failures:
             return
         me, count = store.process_index(), store.process_count()
         deadline = time.monotonic() + self._shutdown_secs
-        store.set_default(f"{_EVENTS}/0", json.dumps(Event("end", me, "", ledger.num_joined)))
+        end = Event("end", me, ledger.divergence, ledger.num_joined)
+        store.set_default(f"{_EVENTS}/0", json.dumps(end))
         self._exchange()
         while not ledger.is_settled and store.stop is None and time.monotonic() < deadline:
             time.sleep(_POLL_SECS / 10)

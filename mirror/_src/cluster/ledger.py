@@ -66,6 +66,7 @@ class Ledger:
         count: Number of launches that have begun.
         canceled: Number of those that another process did not join in time.
         last: The label of the last one.
+        divergence: What this process has found to differ in its data since then, or "".
     """
 
     def __init__(self) -> None:
@@ -77,13 +78,13 @@ class Ledger:
         self._num_compared = self._compared_at = 0
         self._rounds = itertools.count()
         self._comparison: Comparison | None = None
-        self.last = ""
+        self.last = self.divergence = ""
 
     def note(self, program: str, label: str, values: Mapping[str, Digest] = _NO_VALUES) -> None:
         """Notes a launch, right before it begins."""
         self._new.append(Entry(program, label, values))
         self.count += 1
-        self.last = label
+        self.last, self.divergence = label, ""
 
     @property
     def num_joined(self) -> int:

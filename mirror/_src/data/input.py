@@ -20,6 +20,7 @@ from mirror._src.base.naming import keys, warn_user
 from mirror._src.base.tracebacks import line_of_user
 from mirror._src.base.types import PyTree
 from mirror._src.cluster import store
+from mirror._src.cluster.ledger import ledger
 from mirror._src.data.batches import (
     HostBatch,
     Remainder,
@@ -286,13 +287,14 @@ class SameBatches:
                 if a != b:
                     differ.append(name if a[0] == b[0] else f"{name} ({a[0]} and {b[0]})")
             if differ:
-                raise ReplicaDivergenceError(
+                ledger.divergence = (
                     f"The dataset of {self._line} yields different batches on process "
                     f"{store.process_index()} and process {i}: the first batch differs in "
                     f"{', '.join(differ)}. Every process must read the same global batches: "
                     "shuffle and augment with the same seed, for example "
                     "mirror.data.from_arrays(arrays, batch_size, shuffle=True, seed=0)."
                 )
+                raise ReplicaDivergenceError(ledger.divergence)
         return missing
 
 
