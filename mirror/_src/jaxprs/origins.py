@@ -17,6 +17,7 @@ from mirror._src.jaxprs.collective_eqns import (
     ALL_REDUCES,
     has_effects,
     is_replica_source,
+    name_of,
     spans_whole_axis,
 )
 from mirror._src.jaxprs.equations import (
@@ -94,7 +95,7 @@ class _NoisePass(StraightInterpreter[_Facts]):
         return [self._result(eqn, operands)] * len(eqn.outvars)
 
     def _result(self, eqn: JaxprEqn, operands: list[_Facts]) -> _Facts:
-        name = eqn.primitive.name
+        name = name_of(eqn)
         samples = _NONE.union(*(each.samples for each in operands))
         carried = _NONE.union(*(each.carried for each in operands))
         if name in ALL_REDUCES:
