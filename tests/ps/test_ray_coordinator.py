@@ -149,6 +149,39 @@ def test_functions_run_under_the_strategy_of_their_worker(coordinator):
     assert coordinator.schedule(describe).fetch() == ("MirroredStrategy", 1, 1.0)
 
 
+OPTIONS = {
+    "jax_enable_x64": True,
+    "jax_default_matmul_precision": "float32",
+    "jax_numpy_dtype_promotion": "strict",
+    "jax_default_prng_impl": "rbg",
+    "jax_threefry_partitionable": False,
+}
+
+
+def options():
+    return {name: getattr(jax.config, name) for name in OPTIONS}
+
+
+@pytest.mark.slow
+def test_workers_have_the_options_of_the_main_program(ray_cluster):
+    before = options()
+    try:
+        for name, value in OPTIONS.items():
+            jax.config.update(name, value)
+        with mirror.ps.ParameterServerStrategy(ps=1, workers=1) as strategy:
+            assert mirror.ps.ClusterCoordinator(strategy).schedule(options).fetch() == OPTIONS
+            assert strategy.Variable(2**40).read_value() == 2**40
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+def test_options_must_not_change_after_the_workers_have_started(coordinator):
+    texts = {"values": "jax_enable_x64", "fix": "jax.config.update"}
+    with raises(RuntimeError, **texts), jax.enable_x64(True):
+        coordinator.schedule(options)
+
+
 def test_fetch_replaces_remote_values_in_a_tree(coordinator):
     values = {"x": coordinator.schedule(lambda x: x + 1, (np.arange(3),)), "y": [7]}
     fetched = coordinator.fetch(values)

@@ -30,3 +30,14 @@ def test_random_keys_are_not_arguments(subtests):
             raises(TypeError, names=("extra", "step"), fix="jax.random.key(seed)"),
         ):
             num_rows(step, (batch,), {"extra": jax.random.key(0)})
+
+
+def test_integers_that_do_not_fit_are_rejected(subtests):
+    """They would lose their upper bits on the worker."""
+    for ids in [np.array([2**40, 5]), 2**40]:
+        with (
+            subtests.test(ids=ids),
+            raises(ValueError, names="batch['ids']", values=2**40, fix="jax_enable_x64"),
+        ):
+            num_rows(step, ({"ids": ids},), {})
+    assert num_rows(step, ({"ids": np.array([2**31 - 1, -5])},), {}) == 2

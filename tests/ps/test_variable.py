@@ -45,6 +45,18 @@ def test_traced_functions_cannot_use_variables(subtests):
             assert USES[name](variable, 2.0) is not None
 
 
+def test_variables_compare_values_and_are_hashed_by_identity():
+    variable, other = (inside.server_variable(name, Host()) for name in "ab")
+    assert variable == 3
+    assert variable == other
+    assert variable != 4
+    assert bool(variable != 3) is False
+    assert variable
+    variable.assign(0.0)
+    assert not variable
+    assert len({variable, other, variable}) == 2
+
+
 def test_variables_apply_operations():
     named = NamedVariables()
     assert named.apply("a", "create", np.float32(10)) == 10

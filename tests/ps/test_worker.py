@@ -276,6 +276,41 @@ def test_changed_integer_is_named():
     assert "calls" in reply.text
 
 
+class Projected(Net):
+    """A network with a random key that is not of an nnx.Rngs."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.key = nnx.Variable(jax.random.key(5))
+
+
+def draw(model, optimizer, batch, mask=None):
+    train_step(model, optimizer, batch)
+    return jax.random.normal(model.key[...], (3,))
+
+
+def split(model, optimizer, batch, mask=None):
+    model.key[...], _ = jax.random.split(model.key[...])
+    return train_step(model, optimizer, batch)
+
+
+def test_key_that_is_not_of_rngs_is_the_same_in_all_parts_and_updates():
+    """As with MirroredStrategy."""
+    with LOCAL.scope():
+        model = Projected(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    training = Training(model, optimizer, step=draw)
+    for _ in range(2):
+        for part in (0, 1):
+            reply = training.part(DATA[0], part, 2)
+            np.testing.assert_array_equal(reply.value, jax.random.normal(jax.random.key(5), (3,)))
+        training.end_step(2)
+    reply = Training(model, optimizer, step=split).part(DATA[0])
+    assert isinstance(reply, Raised)
+    assert "key" in reply.text
+    assert "nnx.Rngs" in reply.text
+
+
 def test_objects_that_servers_cannot_hold_are_rejected():
     class Measured(Net):
         def __init__(self, rngs):

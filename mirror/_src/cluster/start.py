@@ -26,16 +26,10 @@ from mirror._src.cluster.resolvers import (
 )
 from mirror._src.devices import backend
 from mirror._src.devices.backend import started, startup_cause, watch_startup
+from mirror._src.devices.jax_options import numeric_options
 from mirror._src.devices.physical import list_physical_devices
 from mirror._version import __version__
 
-_OPTIONS = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_numpy_dtype_promotion",
-    "jax_default_prng_impl",
-    "jax_threefry_partitionable",
-)
 _PACKAGES = ("jax", "jaxlib", "flax", "optax")
 _logger = logging.getLogger("mirror")
 _lock = threading.Lock()
@@ -269,7 +263,7 @@ def require_same_settings(deadline: float) -> None:
     mine = {
         "mirror": __version__,
         **{name: version_of(name) or "not installed" for name in _PACKAGES},
-        **{name: str(jax.config.values.get(name)) for name in _OPTIONS},
+        **{name: str(value) for name, value in numeric_options().items()},
     }
     _require_equal(
         gather("preflight", mine, deadline),

@@ -101,6 +101,20 @@ CACHE_LEAST_SECS = JaxOption(LEAST_SECS, unset=(1.0,))
 MEMORY_FRACTION = JaxOption("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
+_NUMERIC = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+)
+
+
+def numeric_options() -> dict[str, Any]:
+    """Returns the options that change numbers, as they are in this thread."""
+    return {name: getattr(jax.config, name) for name in _NUMERIC}
+
+
 HOST_DEVICES_FLAG = "--xla_force_host_platform_device_count"
 
 

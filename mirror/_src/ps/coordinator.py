@@ -77,8 +77,9 @@ class ClusterCoordinator:
         batch, which is split across the devices of the worker. For synchronous updates, use
         `mirror.Trainer`.
 
-        A random key of the model is folded with the number of the update, so a step that is
-        repeated after the loss of a worker draws the same numbers.
+        Each nnx.Rngs of the model is folded with the number of the update, so a step that is
+        repeated after the loss of a worker draws the same numbers. A step must not change other
+        random keys of the model.
 
         Args:
             fn: The function. It is pickled when it is first scheduled, so what it captures must

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
+from mirror._src.devices.jax_options import numeric_options
 from mirror._src.ps.messages import (
     Assignment,
     Export,
@@ -274,6 +275,7 @@ class RayEngine:
         self._ray = import_ray()
         self.num_servers, self.num_workers = len(servers), len(workers)
         self._devices_per_worker = devices_per_worker
+        self._options = numeric_options()
         self._demanded = {name for demand in (*servers, *workers) for name in demand.resources}
         self._servers = self._start(ServerActor, servers, {})
         cpu_devices = devices_per_worker or 1
@@ -359,7 +361,7 @@ class RayEngine:
             options = {
                 "num_cpus": 0,
                 "scheduling_strategy": strategy(here, soft=True),
-                "runtime_env": {"env_vars": {"JAX_PLATFORMS": "cpu"}},
+                "runtime_env": {"env_vars": {"JAX_PLATFORMS": "cpu", **self._environment}},
             }
             actor = self._ray.remote(NamedVariables).options(**options).remote()
             self._variables = RayVariables(actor)
@@ -370,8 +372,15 @@ class RayEngine:
 
         Raises:
             TypeError: If it cannot be pickled; see `pickled`.
+            RuntimeError: If an option of `jax.config` has changed.
         """
         self._require_open()
+        for name, now in numeric_options().items():
+            if now != (old := self._options[name]):
+                raise RuntimeError(
+                    f"{name} is {now!r}, but the servers and workers were started with {old!r}. "
+                    f"Set it before you create the strategy: jax.config.update({name!r}, {now!r})."
+                )
         known = self._exports.get(id(value))
         if known is None:
             reference = self._ray.put(pickled(dumps, value, what))
@@ -396,6 +405,11 @@ class RayEngine:
         if self._variables is not None:
             self._variables.end()
 
+    @property
+    def _environment(self) -> dict[str, str]:
+        """The environment variables that give a process the options of this one."""
+        return {k.upper(): str(v) for k, v in self._options.items() if v is not None}
+
     def _require_open(self) -> None:
         # Ray would start or join a cluster again.
         if self._is_closed:
@@ -411,13 +425,13 @@ class RayEngine:
     ) -> list[Any]:
         handles = []
         for index, demand in enumerate(demands):
-            options = dict(demand.options)
+            options, variables = dict(demand.options), self._environment
             if not options.get("num_gpus"):
                 # Ray does not hide GPUs from an actor without any, and JAX would reserve theirs.
-                variables = {"JAX_PLATFORMS": "cpu", **environment}
-                given = dict(options.get("runtime_env") or {})
-                given["env_vars"] = {**variables, **given.get("env_vars", {})}
-                options["runtime_env"] = given
+                variables |= {"JAX_PLATFORMS": "cpu", **environment}
+            given = dict(options.get("runtime_env") or {})
+            given["env_vars"] = {**variables, **given.get("env_vars", {})}
+            options["runtime_env"] = given
             remote = self._ray.remote(actor).options(max_restarts=-1, **options)
             handles.append(remote.remote(index))
         return handles

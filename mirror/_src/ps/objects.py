@@ -345,6 +345,11 @@ def device_array(value: Any) -> Any:
     return jnp.asarray(value)
 
 
+def bits(value: Any) -> np.ndarray:
+    """Returns the bits of the result of `on_host`."""
+    return value.data if isinstance(value, KeyData) else value
+
+
 def _kind(name: str, holder: Any, is_trained: bool) -> Literal["trained", "moving", "local"]:
     """Returns the kind of an array: `moving` if steps change it without a gradient."""
     value = value_of(holder)
@@ -392,11 +397,12 @@ def require_unchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> No
     """Rejects a step that changed a variable whose change cannot reach the servers.
 
     Raises:
-        ValueError: If an integer variable has changed.
+        ValueError: If an integer variable or a random key has changed.
     """
     changed = [name for name in before if not np.array_equal(before[name], after[name])]
     if changed:
         raise ValueError(
             f"The step changed variables that are not on parameter servers:\n{listing(changed)}\n"
-            "Only float variables are. Use a float variable, or return the value from the step."
+            "Only float variables are. Use a float variable, an nnx.Rngs for random numbers, or "
+            "return the value from the step."
         )

@@ -14,6 +14,7 @@ from mirror._src.base.naming import leaf_names, name_of
 from mirror._src.base.tracebacks import users_function
 from mirror._src.base.types import PyTree
 from mirror._src.devices.replicas import ReplicaDevices
+from mirror._src.devices.transfer import require_fits
 from mirror._src.engine.per_replica import PerReplica, is_per_replica, per_replica
 from mirror._src.ps.handles import RemoteValue
 
@@ -110,11 +111,14 @@ def num_rows(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
         kwargs: Its keyword arguments.
 
     Raises:
-        ValueError: If the leaves differ in it, or it is 0.
+        ValueError: If the leaves differ in it, it is 0, or an integer does not fit.
         TypeError: If a leaf is a `PerReplica` or a random key.
     """
     tree = (tuple(args), dict(kwargs))
     leaves = jax.tree.leaves(tree, is_leaf=is_per_replica)
+    for i, leaf in enumerate(leaves):
+        its_name = lambda i=i: leaf_names(fn, tree)[i]  # noqa: E731
+        require_fits(its_name, leaf)
     sizes = {leaf.shape[0] for leaf in leaves if has_rows(leaf)}
     is_odd = any(is_per_replica(leaf) or _is_key(leaf) for leaf in leaves)
     if len(sizes) == 1 and 0 not in sizes and not is_odd:

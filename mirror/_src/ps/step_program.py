@@ -17,7 +17,7 @@ from mirror._src.base.types import Array, PyTree
 from mirror._src.engine.replica_context import Part, current_replica
 from mirror._src.jaxprs.collective_eqns import chain_lengths
 from mirror._src.ps.messages import BufferLayout, Buffers, Pulled
-from mirror._src.ps.objects import ModelDefinition, device_array, require_unchanged
+from mirror._src.ps.objects import ModelDefinition, bits, device_array, require_unchanged
 from mirror._src.ps.placement import Leaf, rows
 from mirror._src.ps.sparse import ServerIds, TableRows, take
 from mirror._src.ps.step_data import (
@@ -30,7 +30,7 @@ from mirror._src.ps.step_data import (
     without_places,
 )
 from mirror._src.strategy.mirrored import MirroredStrategy
-from mirror._src.training.checkpoints.files import KeyData
+from mirror._src.training.checkpoints.files import KeyData, on_host
 from mirror._src.training.checkpoints.snapshot import value_of
 
 
@@ -207,8 +207,12 @@ class StepProgram:
         ]
         self._moving = [BufferLayout(s for s in held if s.kind == "moving") for held in servers]
         self._paths = definition.paths
-        self._keys = {k: v for k, v in definition.local.items() if isinstance(v, KeyData)}
-        self._is_count = _is_count(self._model, definition)
+        held = dict(nnx.to_flat_state(nnx.state(self._model)))
+        self._random = {
+            name: value
+            for name, value in definition.local.items()
+            if isinstance(held[self._paths[name]], nnx.RngState)
+        }
         self._compiled: set[Any] = set()
         self._steps: dict[Any, Callable[..., Any]] = {}
         self._separate: set[Any] = set()  # shapes for which the parts are computed separately
@@ -420,29 +424,25 @@ class StepProgram:
             nnx.update(self._model, nnx.from_flat_state(flat))
 
     def _set_local(self, ordinal: int, part: int) -> dict[str, Any]:
-        """Sets random keys of this part, and all else that servers do not hold to its first value.
+        """Sets the state of each nnx.Rngs: keys of this part, and the first counts.
 
         Returns:
             What the step must not change.
         """
-        local = dict(self._definition.local)
-        for name, key in self._keys.items():
-            local[name] = _folded(device_array(key), ordinal, part)
-        changing = {k: v for k, v in local.items() if k in self._keys or k in self._is_count}
-        self._set(changing)
-        return {k: v for k, v in local.items() if k not in changing}
+        self._set(
+            {
+                name: _folded(device_array(x), ordinal, part) if isinstance(x, KeyData) else x
+                for name, x in self._random.items()
+            }
+        )
+        local = self._definition.local
+        return {name: bits(value) for name, value in local.items() if name not in self._random}
 
     def _read(self, names: Collection[str]) -> dict[str, np.ndarray]:
         if not names:
             return {}
         held = dict(nnx.to_flat_state(nnx.state(self._model)))
-        return {name: np.asarray(value_of(held[self._paths[name]])) for name in names}
-
-
-def _is_count(model: nnx.Module, definition: ModelDefinition) -> set[str]:
-    """Returns the names of the counts of random numbers, which every step changes."""
-    held = dict(nnx.to_flat_state(nnx.state(model)))
-    return {n for n, path in definition.paths.items() if isinstance(held[path], nnx.RngCount)}
+        return {name: bits(on_host(value_of(held[self._paths[name]]))) for name in names}
 
 
 def _folded(key: Any, ordinal: int, part: int) -> Any:

@@ -41,6 +41,7 @@ from mirror._src.ps.objects import (
     ModelDefinition,
     TrainingObjects,
     as_numpy,
+    bits,
     join_optimizer_state,
     split_optimizer_state,
 )
@@ -48,7 +49,6 @@ from mirror._src.ps.placement import PartitionerLike, Placement
 from mirror._src.ps.separable import place_separably
 from mirror._src.ps.sparse import KeptRows, SparseTables, split_ids
 from mirror._src.ps.step_data import ArgumentOfStep, as_users, pickled
-from mirror._src.training.checkpoints.files import KeyData
 from mirror._src.training.objective import Sums
 from mirror._src.training.runners import RemoteStrategy, Training, divisor_of, host_batch
 
@@ -311,11 +311,7 @@ def _is_same(x: ModelDefinition, y: ModelDefinition) -> bool:
     """Whether workers can use the same program for both."""
     is_same = (x.graphdef, x.paths, x.placement) == (y.graphdef, y.paths, y.placement)
     is_same = is_same and x.wrt is y.wrt
-    return is_same and all(np.array_equal(_bits(x.local[k]), _bits(y.local[k])) for k in x.local)
-
-
-def _bits(value: Any) -> np.ndarray:
-    return value.data if isinstance(value, KeyData) else value
+    return is_same and all(np.array_equal(bits(x.local[k]), bits(y.local[k])) for k in x.local)
 
 
 def _have_same_bits(a: Sequence[Any], b: Sequence[Any]) -> bool:

@@ -170,6 +170,9 @@ class ServerVariable:
     def __int__(self) -> int:
         return int(self.read_value())
 
+    def __bool__(self) -> bool:
+        return bool(self.read_value())
+
     def __repr__(self) -> str:
         return f"ServerVariable({self.name!r})"
 
@@ -185,5 +188,5 @@ def _operator(name: str) -> Any:
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
     setattr(ServerVariable, f"__{_name}__", _operator(f"__{_name}__"))
     setattr(ServerVariable, f"__r{_name}__", _operator(f"__r{_name}__"))
-for _name in ("lt", "le", "gt", "ge", "neg", "abs"):
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs"):
     setattr(ServerVariable, f"__{_name}__", _operator(f"__{_name}__"))
