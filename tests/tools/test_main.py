@@ -189,6 +189,15 @@ def check_full_disk(case):
     assert_message(done.stderr, names="mirror: error", values="No space left on device")
 
 
+def test_closed_output_is_one_line():
+    line = ["sh", "-c", 'exec "$0" -m mirror --help >&-', sys.executable]
+    options = {"cwd": fresh.ROOT, "env": fresh.INHERITED, "check": False}
+    done = subprocess.run(line, stderr=subprocess.PIPE, text=True, **options)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert_message(done.stderr, names="mirror: error", values="closed")
+
+
 @pytest.mark.parametrize("kind", BOTH)
 def test_closed_pipe_ends_silently(kind, subtests):
     for case in OUTPUTS[kind]:

@@ -3,6 +3,7 @@
 import csv
 import functools
 import itertools
+import math
 import re
 import sys
 import threading
@@ -264,6 +265,7 @@ BAD_ARGUMENTS = {  # the call, the name of the parameter, and values in the mess
     "stopping": (lambda d: callbacks.EarlyStopping(mode=None), "mode", [None, *MODES]),
     "patience": (lambda d: callbacks.EarlyStopping(patience=-1), "patience", [-1]),
     "min_delta": (lambda d: callbacks.EarlyStopping(min_delta=-1), "min_delta", [-1]),
+    "NaN": (lambda d: callbacks.EarlyStopping(min_delta=math.nan), "min_delta", ["nan"]),
     "TensorBoard": (lambda d: callbacks.TensorBoard(d, every_steps=-2), "every_steps", [-2]),
     "Profiler": (lambda d: callbacks.Profiler(d, (5, 5)), "steps", [(5, 5)]),
 }
@@ -275,6 +277,11 @@ def test_callbacks_reject_bad_arguments(subtests, tmp_path_factory):
             tmp_path = tmp_path_factory.mktemp("row")
             with raises(ValueError, names=name, values=values):
                 make(tmp_path)
+
+
+def test_min_delta_must_be_a_number():
+    with raises(TypeError, names="min_delta", values="'a'"):
+        callbacks.EarlyStopping(min_delta="a")
 
 
 MONITORS = {

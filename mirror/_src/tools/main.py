@@ -30,6 +30,9 @@ _CLOSED_PIPE = 128 + signal.SIGPIPE  # the status of a program that SIGPIPE ends
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if sys.stdout is None:
+        print("mirror: error: the output is closed", file=sys.stderr)
+        return FAILED
     parser = _Parser(prog="mirror", description="MirroredStrategy for JAX.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands, others = add_commands(parser)

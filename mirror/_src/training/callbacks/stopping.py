@@ -1,7 +1,7 @@
 """Callbacks that stop a training: without improvement, or after non-finite metrics."""
 
 import math
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, SupportsFloat, TypeAlias, final
 
 from mirror._src.base.errors import counted, expected, require_int
 from mirror._src.base.public_names import set_module
@@ -27,7 +27,7 @@ class EarlyStopping(Callback):
     Raises:
         ValueError: If `mode` is unknown, or `patience` or `min_delta` is negative. In `fit`, if
             `monitor` is not a metric.
-        TypeError: If `patience` is not an integer.
+        TypeError: If `patience` is not an integer, or `min_delta` is not a number.
 
     Attributes:
         best: Best value so far, or None.
@@ -48,7 +48,9 @@ class EarlyStopping(Callback):
     ) -> None:
         require_mode(mode)
         require_int("patience", patience, 0)
-        if min_delta < 0:
+        if not isinstance(min_delta, SupportsFloat):
+            raise TypeError(expected("min_delta", min_delta, "a number"))
+        if not min_delta >= 0:  # NaN, too
             raise ValueError(expected("min_delta", min_delta, "non-negative"))
         self._monitor = Monitor("EarlyStopping", monitor)
         self._patience, self._min_delta = patience, min_delta
