@@ -88,8 +88,8 @@ BUDGETS = {
     "data": Size(1416, 10, 25),
     "keras": Size(500, 5, 5),
     "strategy": Size(947, 6, 9),
-    "training": Size(6017, 32, 64),
-    "ps": Size(3621, 20, 67),
+    "training": Size(6019, 32, 64),
+    "ps": Size(3630, 20, 67),
     "tools": Size(2950, 24, 27),
 }
 

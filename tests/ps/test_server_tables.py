@@ -141,7 +141,7 @@ if __name__ == "__main__":
     draw = np.random.default_rng(0)
     data = {"ids": draw.integers(0, ROWS, (48, 3)), "y": draw.integers(0, 2, 48)}
     with mirror.ps.ParameterServerStrategy(
-        ps=2, workers=1, snapshot_every=3, sparse={"table": lambda batch: batch["ids"]}
+        ps=2, workers=2, snapshot_every=3, sparse={"table": lambda batch: batch["ids"]}
     ) as strategy:
         with raises(ValueError, names="table"):
             strategy.read_rows("table", [0])
@@ -165,7 +165,8 @@ if __name__ == "__main__":
         np.testing.assert_array_equal(strategy.read_rows("table", data["ids"]), disturbed[1])
         trainer.model.out.kernel[...] += 1  # the next step loads the objects, but not the table
         before = strategy.read_rows("table", data["ids"])
-        trainer.fit(data, epochs=3, batch_size=48, shuffle=False, progress=False)
+        # Both batches are padded for two workers.
+        trainer.fit(data, epochs=3, batch_size=47, shuffle=False, progress=False)
         rows = strategy.read_rows("table", data["ids"])
         assert 0 < abs(rows - before).max() < 0.5
     with mirror.ps.ParameterServerStrategy(

@@ -47,11 +47,12 @@ from mirror._src.ps.objects import (
 )
 from mirror._src.ps.placement import PartitionerLike, Placement
 from mirror._src.ps.separable import place_separably
-from mirror._src.ps.sparse import KeptRows, SparseTables, split_ids
+from mirror._src.ps.sparse import KeptRows, ServerRows, SparseTables, split_ids
 from mirror._src.ps.step_data import ArgumentOfStep, as_users, pickled
 from mirror._src.training.objective import Sums
 from mirror._src.training.runners import RemoteStrategy, Training, divisor_of, host_batch
 
+_MOST_ROWS = 1024  # of a table that the main program only traces
 _logger = logging.getLogger("mirror")
 
 
@@ -307,6 +308,16 @@ def has_tables(model: nnx.Module) -> bool:
     return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(nnx.state(model)))
 
 
+def with_rows(model: nnx.Module) -> nnx.Module:
+    """Returns a copy of a model whose tables have a few random rows."""
+    copied, rng = nnx.clone(model), np.random.default_rng(0)
+    for _, node in nnx.iter_graph(copied):
+        if isinstance(node, nnx.Variable) and isinstance(held := node.get_value(), ServerRows):
+            shape = (min(held.shape[0], _MOST_ROWS), *held.shape[1:])
+            node.set_value(rng.normal(size=shape).astype(held.dtype))
+    return copied
+
+
 def _is_same(x: ModelDefinition, y: ModelDefinition) -> bool:
     """Whether workers can use the same program for both."""
     is_same = (x.graphdef, x.paths, x.placement) == (y.graphdef, y.paths, y.placement)
@@ -355,6 +366,7 @@ class ServedSteps:
         self.multiple = training.accumulate_steps * strategy.num_replicas_in_sync
         self.most_running = 2 * served.engine.num_workers + 2
         self._has_tables = has_tables(self._model)
+        self.checked_model = with_rows(self._model) if self._has_tables else self._model
         self.on_host = self.may_fail_later = True
         self.has_lost_values = self._runs = False
         self._treedef: Any = None  # of what the step returns

@@ -7,6 +7,7 @@ from typing import Any, Protocol, final
 
 import jax
 import numpy as np
+from flax import nnx
 
 from mirror._src.base.types import PyTree
 from mirror._src.data.padded import PaddedBatch
@@ -38,6 +39,7 @@ class StepRunner(Protocol):
         may_fail_later: Whether a step may fail after `run` has returned, as if it had not run.
         has_lost_values: Whether the values of steps that ended could not be written into the
             objects.
+        checked_model: The model, which this process can trace, to check the padding of batches.
     """
 
     multiple: int
@@ -45,6 +47,7 @@ class StepRunner(Protocol):
     on_host: bool
     may_fail_later: bool
     has_lost_values: bool
+    checked_model: nnx.Module
 
     def run(self, batch: PaddedBatch) -> Sums:
         """Starts a step; reading the sums waits for it."""
@@ -120,6 +123,7 @@ class LocalSteps:
 
     def __init__(self, training: Training, *, require_equal: bool | None = None) -> None:
         self._training, self._strategy = training, training.strategy
+        self.checked_model = training.objects["model"]
         self._proved: set[Any] | None = set() if require_equal else None
         self.multiple = training.accumulate_steps
         self._group_step = steps.repeated(training.step)

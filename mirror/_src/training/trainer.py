@@ -921,7 +921,7 @@ class Trainer(Generic[M]):
 
     def _train(self, batch: PaddedBatch) -> Sums:
         """Makes the step of a batch, or the steps of a group."""
-        rows, step, model = self._rows, self._trained_examples, self._objects["model"]
+        rows, step, model = self._rows, self._trained_examples, self._runner.checked_model
         multiple, last_size, self._last_size = self._runner.multiple, self._last_size, None
         if last_size is not None:
             rows.check_last(step, model, batch, last_size, multiple)
