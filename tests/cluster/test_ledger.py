@@ -158,6 +158,20 @@ def test_a_launch_that_an_ended_process_will_not_make_is_named():
     assert_message(text, names=["Process 1", "train_step"], values=[29, 30], fix="sys.exit")
 
 
+def stopped_by(job, monkeypatch):
+    """Returns the error of this process, once its thread has read how another one has ended."""
+    thread = failures.Failures(shutdown_secs=0.0)
+
+    def read(key, *_, **__):
+        if key == "end/1":
+            thread._is_over.set()
+        return job.texts.get(key)
+
+    monkeypatch.setattr(store, "get", read)
+    thread._watch()
+    return store.stop
+
+
 @pytest.mark.parametrize("me", [0, 1])
 def test_a_canceled_launch_needs_no_other_process(job, monkeypatch, me):
     """Neither here, when the absent process ends first, nor there, when this one does."""
@@ -167,30 +181,21 @@ def test_a_canceled_launch_needs_no_other_process(job, monkeypatch, me):
         monkeypatch.setattr(module, "ledger", mine)
     monkeypatch.setattr(store, "stop", None)
 
-    def stopped_by():
-        """The error of this process, once its thread has read that the other one has ended."""
-        thread = failures.Failures(shutdown_secs=0.0)
+    def error():
         job.texts["end/0"] = json.dumps(failures.Event("end", other, "", 1))
-
-        def read(key, *_, **__):
-            if key == "end/1":
-                thread._is_over.set()
-            return job.texts.get(key)
-
-        monkeypatch.setattr(store, "get", read)
-        thread._watch()
+        found = stopped_by(job, monkeypatch)
         del job.texts["end/0"]
-        return store.stop
+        return found
 
     job.launch(me, "train_step")
     program = agreement.Program("evaluate_step", ["program"], lambda: [""])
     with pytest.raises(mirror.ProgramMismatchError, match=f"Process {other} has not reached"):
         agreement.find_difference(program, timeout_secs=0.0)
-    assert stopped_by() is None, "the handled error is the only one"
+    assert error() is None, "the handled error is the only one"
     failures.Failures(shutdown_secs=0.0)._await_ends()
     assert json.loads(job.texts["end/0"]) == ["end", me, "", 1], "what the others must join"
     job.launch(me, "train_step")
-    assert_message(str(stopped_by()), names=[f"Process {other}", "train_step"], fix="sys.exit")
+    assert_message(str(error()), names=[f"Process {other}", "train_step"], fix="sys.exit")
 
 
 def test_the_first_failure_is_found_behind_the_end_of_another_process(monkeypatch):
@@ -221,17 +226,9 @@ def test_data_that_one_process_finds_to_differ_are_an_error_of_all(posted, job, 
     job.texts["left/1"] = ""
     with pytest.raises(mirror.ReplicaDivergenceError, match=DIVERGES):
         consensus.Topic("program").decide("", lambda _: "", math.inf)
-    thread = failures.Failures(shutdown_secs=0.0)
-
-    def read(key, *_, **__):
-        if key == "end/1":
-            thread._is_over.set()
-        return job.texts.get(key)
-
-    monkeypatch.setattr(store, "get", read)
-    thread._watch()
-    assert isinstance(store.stop, mirror.ReplicaDivergenceError)
-    assert DIVERGES in str(store.stop)
+    error = stopped_by(job, monkeypatch)
+    assert isinstance(error, mirror.ReplicaDivergenceError)
+    assert DIVERGES in str(error)
 
 
 def test_the_end_of_a_process_has_the_difference_of_its_data_until_a_launch(job, monkeypatch):
