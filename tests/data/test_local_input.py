@@ -173,7 +173,8 @@ def reading(*sizes, form=FORM, error=None, root="local/train.py:7/0/0"):
 def test_processes_agree_on_each_step_until_the_last_one_has_ended():
     memory = MemoryStore(3)
     first, *others = memory.run(reading(4, 4), reading(4), reading(2, 0, 7))
-    assert [step[:5] for step in first] == [
+    sizes = [(step.total, max(step.counts), min(step.counts)) for step in first]
+    assert [(step.number, *of, step.has_ended) for step, of in zip(first, sizes, strict=True)] == [
         (0, 10, 4, 2, False),
         (1, 4, 4, 0, True),
         (2, 7, 7, 0, True),

@@ -79,13 +79,13 @@ def test_imports_have_no_cycles():
 # Upper limits. Lower one when its room shrinks; raising one takes a line in the changelog.
 BUDGETS = {
     "base": Size(1117, 14, 13),
-    "devices": Size(2064, 17, 26),
+    "devices": Size(2063, 17, 26),
     "cluster": Size(1189, 7, 20),
     "jaxprs": Size(3328, 16, 30),
     "passes": Size(2703, 16, 33),
     "engine": Size(5363, 31, 64),
     "inspection": Size(2173, 10, 24),
-    "data": Size(1416, 10, 25),
+    "data": Size(1411, 10, 25),
     "keras": Size(500, 5, 5),
     "strategy": Size(947, 6, 9),
     "training": Size(6019, 32, 64),

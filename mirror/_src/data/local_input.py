@@ -76,17 +76,17 @@ class _LocalPass(Pass):
                     break
                 if not self._is_kept(step, plan) or (plan.skips_empty and not step.total):
                     continue
-                per_replica = grown(per_replica, -(-step.largest // n), plan.multiple)
+                per_replica = grown(per_replica, -(-max(step.counts) // n), plan.multiple)
                 rows = padding.fill(batch, functools.partial(self.exchange.form, step.form))
                 if left:
                     left -= self._skipped(left, step)
                     continue
-                last = max(i for i, count in enumerate(step.counts) if count or not step.total)
-                if any(count < per_replica * n for count in step.counts[:last]):
+                counts, full = step.counts, per_replica * n
+                if any(x < full and any(counts[i + 1 :]) for i, x in enumerate(counts)):
                     said = f"batch {step.number} of {self.exchange.what} ({step.sizes})"
                     warn_of_positions(self.devices, said)
                 states = with_full(step.states, per_replica)
-                yield InputBatch(rows, step.total, per_replica * n, states)
+                yield InputBatch(rows, step.total, full, states)
             require_none_left(plan.skip, left)
 
     def _next(self, batches: Iterator[HostBatch], plan: Plan) -> HostBatch | None:
@@ -140,8 +140,9 @@ class _LocalPass(Pass):
             ValueError: If it cannot be split evenly, and `remainder` is `"error"` or it is the
                 first. In all processes.
         """
-        is_even = step.smallest == step.largest and step.smallest % self.num_replicas == 0
-        if plan.remainder == "pad" or (is_even and step.smallest):
+        size, *others = set(step.counts)
+        is_even = not others and size % self.num_replicas == 0
+        if plan.remainder == "pad" or (is_even and size):
             return True
         if plan.remainder == "drop" and (step.number or plan.is_restored):
             return False
@@ -177,20 +178,18 @@ class _LocalPass(Pass):
                     self.exchange.fail(error)
                     raise
                 if joined is None:
-                    step = self.exchange.end()
-                else:
-                    step = self.exchange.agree(num, form(joined))
-                if joined is not None and step is not None and step.has_ended:
+                    self.exchange.end()
+                    if group:
+                        warn_of_dropped(len(group), num)
+                    return
+                step = self.exchange.agree(num, form(joined))
+                if step.has_ended:
                     warn_user(
                         f"Dropped the batches that {self.exchange.what} has left in this process: "
                         "the pass ends in all processes, because one has no batches left for "
                         f"another step (for it, {step.sizes}). Yield the same number of batches "
                         "on every process to use them all."
                     )
-                    return
-                if joined is None:
-                    if group:
-                        warn_of_dropped(len(group), num)
                     return
                 yield joined
 

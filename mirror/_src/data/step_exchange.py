@@ -81,11 +81,8 @@ class Step(NamedTuple):
 
     Attributes:
         number: Number of the step in its pass, from 0.
-        total: Number of examples.
-        largest: Number of examples of the process that has most.
-        smallest: Number of examples of the process that has fewest; 0 if its data have ended.
+        counts: Number of examples of each process; 0 if its data have ended.
         has_ended: Whether the data of some process have ended.
-        counts: Number of examples of each process.
         sizes: The same, for messages.
         form: Digest of the form.
         is_same: Whether all processes have read the same values.
@@ -94,15 +91,17 @@ class Step(NamedTuple):
     """
 
     number: int
-    total: int
-    largest: int
-    smallest: int
-    has_ended: bool
     counts: Sequence[int]
+    has_ended: bool
     sizes: str
     form: str
     is_same: bool
     states: Sequence[dict[str, Any] | None] | None
+
+    @property
+    def total(self) -> int:
+        """Number of examples."""
+        return sum(self.counts)
 
 
 class ClosedError(Exception):
@@ -261,13 +260,9 @@ class StepExchange:
                 "kind": "ValueError",
                 "error": self._difference(batch, forms[first], first, forms[others[0]], others[0]),
             }
-        sizes = [part.size or 0 for part in parts]
         return {
-            "total": sum(sizes),
-            "largest": max(sizes),
-            "smallest": min(sizes),
+            "counts": [part.size or 0 for part in parts],
             "has_ended": bool(ended),
-            "counts": sizes,
             "sizes": _shown(parts),
             "form": first,
             "states": all(part.state for part in parts) or None,

@@ -75,8 +75,7 @@ def require_fits(name: str | Callable[[], str], leaf: Any) -> None:
         return
     array = np.asarray(leaf) if type(leaf) is int else leaf
     if type(leaf) is int and array.dtype == object:  # beyond 64 bits
-        dtype = str(jax.dtypes.canonicalize_dtype(int))
-        raise ValueError(does_not_fit(name if isinstance(name, str) else name(), leaf, leaf, dtype))
+        raise _does_not_fit(name, leaf, leaf, jax.dtypes.canonicalize_dtype(int))
     is_array = isinstance(array, np.ndarray | np.generic | jax.Array)
     if not is_array or array.dtype not in (np.int64, np.uint64):
         return
@@ -86,14 +85,14 @@ def require_fits(name: str | Callable[[], str], leaf: Any) -> None:
     values, limits = np.asarray(array), np.iinfo(narrow)
     for value in (values.max(), values.min()):
         if not limits.min <= value <= limits.max:
-            name = name if isinstance(name, str) else name()
-            raise ValueError(does_not_fit(name, leaf, int(value), str(narrow)))
+            raise _does_not_fit(name, leaf, int(value), narrow)
 
 
-def does_not_fit(name: str, leaf: Any, value: int, dtype: str) -> str:
-    """Returns the message for an integer that does not fit a dtype of 32 bits."""
+def _does_not_fit(name: str | Callable[[], str], leaf: Any, value: int, dtype: Any) -> ValueError:
+    """Returns the error for an integer that does not fit a dtype of 32 bits."""
+    name = name if isinstance(name, str) else name()
     contains = "" if isinstance(leaf, int) else f" and contains {value}"
-    return (
+    return ValueError(
         f"{name} is {describe(leaf)}{contains}, which does not fit {dtype}, JAX's default for it. "
         f"Use smaller integers or a float, or enable 64-bit types: {ENABLE_64_BITS}."
     )
